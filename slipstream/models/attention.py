@@ -1,0 +1,131 @@
+"""How Hugging Face modules reach our attention: one registered function, and a context that says what to attend to.
+
+Owns the name under which attention is registered, the context switch, and attention over packed documents (training).
+Attention over cached rows (generation) is in `cached.py`. The function looks its context up instead of taking it as
+an argument, because some model families drop unknown arguments on the way down.
+
+Axes: T packed tokens, H query heads, K key/value heads, L tokens of one document, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+ATTENTION_NAME = "slipstream"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionForm:
+    """What a layer's attention computes, beside the queries, keys and values."""
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+
+class Attention(Protocol):
+    """What the current context does for one layer: query [T, H, D], key and value [T, K, D] -> output [T, H, D]."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor: ...
+
+
+_current: list[Attention] = []
+
+
+@contextmanager
+def attending(attention: Attention) -> Iterator[None]:
+    """Run the model's forward inside this with the attention it shall use."""
+    _current.append(attention)
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def _registered(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    assert _current, "the model was called outside `attending(...)`"
+    assert query.shape[0] == 1, "packed batches have one row"
+    form = AttentionForm(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    return _current[-1].attend(layer, *packed, form).unsqueeze(0), None
+
+
+# No mask function is registered under this name on purpose: Hugging Face then builds no mask at all.
+AttentionInterface.register(ATTENTION_NAME, _registered)
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Causal attention confined to each of several documents packed one after another."""
+
+    lengths: Sequence[int]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+        ends = list(accumulate(self.lengths))
+        return torch.cat(
+            [
+                attend_causally(query[start:end], key[start:end], value[start:end], form)
+                for start, end in zip([0, *ends], ends, strict=False)
+            ]
+        )
+
+
+def attend_causally(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+    """One sequence, its queries being the last of its positions: query [Q, H, D], key, value [L, K, D] -> [Q, H, D]."""
+    num_queries, length = query.shape[0], key.shape[0]
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
+    mask = None
+    if form.sliding_window is not None and length > form.sliding_window or 1 < num_queries < length:
+        at_query = torch.arange(length - num_queries, length, device=query.device).unsqueeze(1)
+        at_key = torch.arange(length, device=query.device)
+        mask = at_key <= at_query
+        if form.sliding_window is not None:
+            mask &= at_key > at_query - form.sliding_window
+    if form.softcap is None and form.sinks_H is None:
+        causal = mask is None and num_queries > 1
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=form.scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out[0].transpose(0, 1)
+    if mask is None:
+        mask = torch.ones(num_queries, length, dtype=torch.bool, device=query.device).tril(length - num_queries)
+    return _attend_by_hand(q[0], k[0], v[0], mask, form).transpose(0, 1)
+
+
+def _attend_by_hand(query_HQD: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
+    """Softmax attention with soft-capped scores or attention sinks, which torch's own attention does not have."""
+    group = query_HQD.shape[0] // key.shape[0]
+    key_HLD, value_HLD = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    scores = (query_HQD @ key_HLD.transpose(1, 2)).float() * form.scaling
+    if form.softcap is not None:
+        scores = torch.tanh(scores / form.softcap) * form.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if form.sinks_H is not None:
+        sinks = form.sinks_H.float().view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return weights.to(value.dtype) @ value_HLD

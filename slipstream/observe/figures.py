@@ -1,0 +1,229 @@
+"""The report's pictures: from {metric: {step: value}} to plotly figures as HTML, one function a picture.
+
+Owns colours and chart types, not the page around them. Every function answers None when the run has none of its
+metrics, and the page then says so. A figure is a plain dict; plotly is imported only for its JavaScript.
+Text and grid take their colours from the page's style sheet, so one figure serves light and dark.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slipstream.observe.metrics import percentile
+
+Series = Mapping[int, float]
+Metrics = Mapping[str, Series]
+Figure = dict[str, Any]
+
+BLUE, AQUA, YELLOW, GREEN = "#2a78d6", "#1baf7a", "#eda100", "#3a8a1f"
+VIOLET, RED, GREY = "#6a5acd", "#e34948", "#9aa0a6"
+CYCLE = (BLUE, AQUA, YELLOW, VIOLET, RED, GREEN)
+PHASES = {
+    "timing_s/gen": ("rollout", BLUE),
+    "timing_s/reward": ("reward", AQUA),
+    "timing_s/update_actor": ("training", YELLOW),
+    "timing_s/update_weights": ("weight update", GREEN),
+    "timing_s/eval": ("evaluation", VIOLET),
+    "timing_s/save": ("checkpoint", RED),
+}
+HEALTH = {
+    "actor/pg_loss": "Policy loss",
+    "actor/entropy": "Entropy (nats per token)",
+    "actor/grad_norm": "Gradient norm",
+    "actor/clipfrac": "Clipped tokens (share)",
+    "mismatch_kl": "Engine-trainer mismatch (KL)",
+    "reward/zero_spread_groups": "Groups of equal reward (share)",
+    "response_length/clip_ratio": "Responses cut by length (share)",
+    "reward/unscored": "Samples not scored",
+}
+_SMOOTH_STEPS = 5
+
+
+def reward_curve(metrics: Metrics) -> Figure | None:
+    """Mean reward of each step, its running mean, and the reward functions when there are several."""
+    if not metrics.get("reward/mean"):
+        return None
+    reward = metrics["reward/mean"]
+    traces = [
+        _line("each step", reward, BLUE, width=1.5, opacity=0.4),
+        _line(f"mean of {_SMOOTH_STEPS} steps", _running_mean(reward), BLUE, width=3),
+    ]
+    parts = {name.split("/")[1]: series for name, series in metrics.items() if re.fullmatch(r"reward/.+/mean", name)}
+    if len(parts) > 1:
+        traces += [
+            _line(name, _running_mean(series), CYCLE[1 + i % (len(CYCLE) - 1)], width=1.5, dash="dot")
+            for i, (name, series) in enumerate(sorted(parts.items()))
+        ]
+    return _figure(traces, "reward")
+
+
+def evaluation_curve(metrics: Metrics) -> Figure | None:
+    """avg@k (full lines) and, where k > 1, pass@k (dashed) of every evaluation set; step 0 is before training."""
+    names = [name for name in metrics if re.fullmatch(r"eval/.+/avg@\d+", name)]
+    if not names:
+        return None
+    traces = []
+    for i, name in enumerate(sorted(names)):
+        label, colour = name.removeprefix("eval/"), CYCLE[i % len(CYCLE)]
+        traces.append(_line(label, metrics[name], colour, mode="lines+markers"))
+        passed = name.replace("/avg@", "/pass@")
+        if passed in metrics and not name.endswith("@1"):
+            label = passed.removeprefix("eval/")
+            traces.append(_line(label, metrics[passed], colour, width=1.5, dash="dash", mode="lines+markers"))
+    figure = _figure(traces, "score")
+    if any(0 in metrics[name] for name in names):
+        figure["layout"]["shapes"] = [
+            {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1}
+            | {"line": {"color": GREY, "width": 1, "dash": "dot"}}
+        ]
+        figure["layout"]["annotations"] = [
+            {"x": 0, "yref": "paper", "y": 1, "text": "before RL", "showarrow": False}
+            | {"xanchor": "left", "yanchor": "top", "font": {"size": 11, "color": GREY}}
+        ]
+    return figure
+
+
+def length_bands(lengths_by_step: Mapping[int, Sequence[int]]) -> Figure | None:
+    """Median, p90, p99 and longest response of each step, the space between them filled."""
+    if not lengths_by_step:
+        return None
+    traces: list[Figure] = []
+    for label, q, opacity in (("median", 50, 0.30), ("p90", 90, 0.20), ("p99", 99, 0.12), ("longest", 100, 0.0)):
+        series = {step: percentile(lengths, q) for step, lengths in lengths_by_step.items()}
+        trace = _line(label, series, BLUE if q < 100 else GREY, width=3 if q == 50 else 1)
+        if opacity:
+            trace |= {"fill": "tozeroy" if not traces else "tonexty", "fillcolor": f"rgba(42,120,214,{opacity})"}
+        traces.append(trace)
+    return _figure(traces, "tokens")
+
+
+def time_stack(metrics: Metrics) -> Figure | None:
+    """Seconds of each phase, stacked by step; what timing_s/step has beyond them is "other"."""
+    timed = {name: metrics[name] for name in PHASES if metrics.get(name)}
+    if not timed:
+        return None
+    traces = [_bars(*PHASES[name], series) for name, series in timed.items()]
+    other = {
+        step: max(0.0, total - sum(series.get(step, 0.0) for series in timed.values()))
+        for step, total in metrics.get("timing_s/step", {}).items()
+    }
+    if sum(other.values()) > 0.01 * sum(metrics.get("timing_s/step", {}).values()):
+        traces.append(_bars("other", GREY, other))
+    figure = _figure(traces, "seconds")
+    figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
+    return figure
+
+
+def throughput_curve(metrics: Metrics) -> Figure | None:
+    if not metrics.get("perf/throughput"):
+        return None
+    return _figure([_line("tokens/s", metrics["perf/throughput"], BLUE)], "tokens per second", legend=False)
+
+
+def health_curve(metrics: Metrics, name: str) -> Figure | None:
+    """One small picture of one metric; a step with NaN or infinity is marked at the bottom, not skipped in silence."""
+    if not metrics.get(name):
+        return None
+    series = metrics[name]
+    traces = [_line(name, series, BLUE)]
+    finite = [value for value in series.values() if math.isfinite(value)]
+    if len(finite) < len(series):
+        floor = min(finite, default=0.0)
+        bad = {step: floor for step, value in series.items() if not math.isfinite(value)}
+        marker = {"symbol": "x", "size": 9, "color": RED}
+        traces.append(_line("not a number", bad, RED, mode="markers") | {"marker": marker})
+    figure = _figure(traces, "", legend=False)
+    figure["layout"] |= {"height": 190, "margin": {"l": 52, "r": 12, "t": 8, "b": 34}}
+    return figure
+
+
+def figure_html(figure: Figure) -> str:
+    """An empty <div> and its figure as JSON; `drawing_script` at the end of the page draws them all."""
+    # "<" is escaped so that a metric named "</script>" cannot end the element.
+    text = json.dumps(figure, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    height = figure["layout"]["height"]
+    return f'<div class="plot" style="height:{height}px"></div><script type="application/json">{text}</script>'
+
+
+def drawing_script() -> str:
+    """plotly.js and the call that draws: at the end of the body, when the cards have their final widths."""
+    from plotly.offline import get_plotlyjs
+
+    draw = (
+        "for (const place of document.querySelectorAll('.plot')) {"
+        " const figure = JSON.parse(place.nextElementSibling.textContent);"
+        " Plotly.newPlot(place, figure.data, figure.layout, {displayModeBar: false, responsive: true}); }"
+    )
+    return f"<script>{get_plotlyjs()}</script>\n<script>{draw}</script>"
+
+
+def _line(
+    name: str,
+    series: Series,
+    colour: str,
+    width: float = 2,
+    opacity: float = 1.0,
+    dash: str = "solid",
+    mode: str = "lines",
+) -> Figure:
+    if len(series) == 1:
+        mode = "markers"  # a line through one point would be invisible
+    # plotly writes a gap for None, and NaN or infinities are not JSON.
+    values = [value if math.isfinite(value) else None for value in series.values()]
+    return {
+        "type": "scatter",
+        "name": name,
+        "x": list(series),
+        "y": values,
+        "mode": mode,
+        "opacity": opacity,
+        "line": {"color": colour, "width": width, "dash": dash},
+        "hovertemplate": "%{y:.4~g}",
+    }
+
+
+def _bars(name: str, colour: str, series: Series) -> Figure:
+    return {
+        "type": "bar",
+        "name": name,
+        "x": list(series),
+        "y": list(series.values()),
+        "marker": {"color": colour, "line": {"width": 0}},
+        "hovertemplate": "%{y:.2f} s",
+    }
+
+
+def _figure(traces: list[Figure], unit: str, legend: bool = True) -> Figure:
+    axis = {"zeroline": False, "automargin": True, "gridcolor": "rgba(128,128,128,0.18)", "exponentformat": "e"}
+    axis["separatethousands"] = True
+    steps = {step for trace in traces for step in trace["x"]}
+    ticks = {"dtick": 1} if len(steps) < 8 and max(steps) - min(steps) < 10 else {"nticks": 10}
+    layout = {
+        "autosize": True,
+        "height": 320,
+        "margin": {"l": 64, "r": 16, "t": 36 if legend else 12, "b": 40},
+        "hovermode": "x unified",
+        "font": {"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 12, "color": "#6b7280"},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "xaxis": {**axis, **ticks, "showgrid": False, "title": {"text": "step"}, "tickformat": "d"},
+        "yaxis": {**axis, "title": {"text": unit, "standoff": 10}, "rangemode": "tozero" if unit else "normal"},
+        "showlegend": legend,
+        "legend": {"orientation": "h", "x": 0, "y": 1.03, "yanchor": "bottom", "traceorder": "normal"},
+        "hoverlabel": {"bgcolor": "#ffffff", "font": {"color": "#111827"}},
+    }
+    return {"data": traces, "layout": layout}
+
+
+def _running_mean(series: Series) -> dict[int, float]:
+    """Mean of each step and the up to four before it; values that are not numbers are left out."""
+    steps, means = list(series), {}
+    for i, step in enumerate(steps):
+        window = [series[s] for s in steps[max(0, i - _SMOOTH_STEPS + 1) : i + 1] if math.isfinite(series[s])]
+        if window:
+            means[step] = sum(window) / len(window)
+    return means

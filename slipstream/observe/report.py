@@ -1,0 +1,205 @@
+"""`report.html` of a run folder: one self-contained page that opens without a network.
+
+Owns what is shown and in which order, and which rollouts are shown as samples. Reads `run.db` read-only (a run may
+still be writing) and `config.yaml`; writes the page atomically. What a run has not measured is left out with a
+sentence; a run with no step yet still gives a page.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from slipstream.config import Config, build_config
+from slipstream.observe import figures, page
+from slipstream.observe.console import format_duration
+from slipstream.observe.figures import Metrics, Series
+from slipstream.observe.store import RunStore, StoredRollout
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `<run_dir>/report.html` and return its path; ValueError when the folder is not a run's."""
+    run_dir = Path(run_dir)
+    if not (run_dir / "run.db").is_file():
+        raise ValueError(
+            f"{run_dir} is not a run folder: it has no run.db. A run folder is what `slipstream train` writes to "
+            "run.dir: config.yaml, run.db, metrics.jsonl, checkpoints/"
+        )
+    config_file = run_dir / "config.yaml"
+    config_text = config_file.read_text() if config_file.is_file() else ""
+    config = _read_config(config_text)
+    with RunStore(run_dir, read_only=True) as store:
+        metrics = store.metrics_by_name()
+        sections = [
+            _header(run_dir.resolve().name, config, metrics),
+            _learning(metrics),
+            _lengths_and_time(metrics, store.lengths_by_step()),
+            _health(metrics),
+            _samples(store, metrics),
+        ]
+    if config_text:
+        sections.append("<h2>Config</h2>" + page.config_section(config_text))
+    text = page.page(f"{run_dir.resolve().name} - Slipstream", "".join(sections), figures.drawing_script())
+    report, fresh = run_dir / "report.html", run_dir / "report.html.tmp"
+    fresh.write_text(text, encoding="utf-8")
+    os.replace(fresh, report)
+    return report
+
+
+def wall_time_s(metrics: Metrics) -> float:
+    """Seconds of the run: timing_s/step where a step has it (it covers all phases), else the phases it has."""
+    steps = metrics.get("timing_s/step", {})
+    rest = [metrics.get(name, {}) for name in figures.PHASES]
+    return sum(steps.values()) + sum(value for part in rest for step, value in part.items() if step not in steps)
+
+
+def pick_samples(rollouts: list[StoredRollout]) -> list[tuple[str, StoredRollout]]:
+    """Best, median and worst reward (no rollout twice), and one that could not be scored."""
+    scored = sorted((item for item in rollouts if item.reward is not None), key=lambda item: (item.reward, item.uid))
+    places: dict[int, str] = {}
+    if scored:
+        last = len(scored) - 1
+        for index, why in ((last, "best"), (last // 2, "median"), (0, "worst")):
+            places.setdefault(index, why)
+    picks = [(why, scored[index]) for index, why in places.items()]
+    return picks + [("unscored", item) for item in rollouts if item.reward is None][:1]
+
+
+def _read_config(text: str) -> Config | None:
+    try:
+        return build_config(yaml.safe_load(text)) if text else None
+    except (ValueError, yaml.YAMLError):
+        return None  # of another version, or edited: the text is shown as it is, only the arithmetic is missing
+
+
+def _header(name: str, config: Config | None, metrics: Metrics) -> str:
+    done = max(metrics.get("reward/mean", {}), default=0)
+    values = {"steps": f"{done} of {config.train.steps}" if config else f"{done}"}
+    values["wall time"] = format_duration(wall_time_s(metrics))
+    values["reward"] = _first_to_last(metrics.get("reward/mean", {}))
+    for evaluation in _evaluations(metrics)[:2]:
+        values[evaluation.removeprefix("eval/")] = _first_to_last(metrics[evaluation])
+    if metrics.get("rollout/tokens"):
+        values["tokens generated"] = _short(sum(metrics["rollout/tokens"].values()))
+    if metrics.get("perf/throughput"):
+        throughput = metrics["perf/throughput"].values()
+        values["tokens/s, mean"] = f"{sum(throughput) / len(throughput):,.0f}"
+    head = f"<h1>{page.escape(name)}</h1>"
+    if config is None:
+        return head + page.sentence("No readable config.yaml beside this run.") + page.tiles(values)
+    sources = ", ".join(task.source for task in config.tasks.train)
+    held_out = ", ".join(f"{key} ({task.source})" for key, task in config.tasks.eval.items())
+    head += page.sentence(f"{config.model} trained with {config.algorithm.name} on {sources}")
+    about = {"model": config.model, "trained on": sources, "evaluated on": held_out or "nothing"}
+    if config.warmup:
+        about["warm start"] = f"{config.warmup.steps} supervised steps before RL"
+    return head + page.tiles(values) + page.card("The run in numbers", page.facts(about | config.arithmetic()))
+
+
+def _learning(metrics: Metrics) -> str:
+    evaluation = _show(figures.evaluation_curve(metrics), "This run has no evaluation (eval/<set>/avg@k).")
+    names = _evaluations(metrics)
+    if names:
+        rows = [[name.removeprefix("eval/"), *_first_best_last(metrics[name])] for name in names]
+        evaluation += page.table(("set", "first", "best", "last"), rows)
+    return "<h2>Learning</h2>" + _grid(
+        "two",
+        page.card("Reward in training", _show(figures.reward_curve(metrics), "No reward/mean yet.")),
+        page.card("Evaluation", evaluation),
+    )
+
+
+def _lengths_and_time(metrics: Metrics, lengths: Mapping[int, list[int]]) -> str:
+    timing, rate = figures.time_stack(metrics), figures.throughput_curve(metrics)
+    return (
+        "<h2>Lengths and time</h2>"
+        + _grid(
+            "two",
+            page.card(
+                "Response length",
+                _show(figures.length_bands(lengths), "No training rollouts in the store yet."),
+            ),
+            page.card("Tokens per second", _show(rate, "This run has no perf/throughput.")),
+        )
+        + page.card("Where the time went", _show(timing, "This run has no timing_s/ metrics."), _shares(metrics))
+    )
+
+
+def _health(metrics: Metrics) -> str:
+    cards, missing = [], []
+    for name, title in figures.HEALTH.items():
+        figure = figures.health_curve(metrics, name)
+        if figure is None:
+            missing.append(name)
+        else:
+            broken = any(not math.isfinite(value) for value in metrics[name].values())
+            note = f"{name} (red x: NaN or infinity)" if broken else name
+            cards.append(page.card(title, figures.figure_html(figure), note))
+    left_out = page.sentence(f"Not measured in this run: {', '.join(missing)}.") if missing else ""
+    return "<h2>Training health</h2>" + (_grid("many", *cards) if cards else "") + left_out
+
+
+def _samples(store: RunStore, metrics: Metrics) -> str:
+    steps = sorted(store.lengths_by_step())
+    html = "<h2>Samples</h2>"
+    if not steps:
+        return html + page.sentence("No training rollouts in the store yet.")
+    for step in sorted({steps[0], steps[len(steps) // 2], steps[-1]}):
+        picks = pick_samples(store.rollouts(step=step, kind="train"))
+        html += page.card(f"Step {step}", page.sample_table(picks), f"mean reward {_at(metrics, 'reward/mean', step)}")
+    return html
+
+
+def _show(figure: figures.Figure | None, otherwise: str) -> str:
+    return page.sentence(otherwise) if figure is None else figures.figure_html(figure)
+
+
+def _grid(kind: str, *cards: str) -> str:
+    return f'<div class="{kind}">{"".join(cards)}</div>'
+
+
+def _evaluations(metrics: Metrics) -> list[str]:
+    return sorted(name for name in metrics if re.fullmatch(r"eval/.+/avg@\d+", name))
+
+
+def _shares(metrics: Metrics) -> str:
+    """`rollout 71 %, training 22 %, ...` of the run's wall time."""
+    total_s = wall_time_s(metrics)
+    if not total_s:
+        return ""
+    spent = {label: sum(metrics.get(name, {}).values()) for name, (label, _) in figures.PHASES.items()}
+    return ", ".join(f"{label} {100 * s / total_s:.0f} %" for label, s in spent.items() if s >= 0.005 * total_s)
+
+
+def _first_to_last(series: Series) -> str:
+    """First and last value; the ends of a noisy curve are means of up to five steps."""
+    values = [value for value in series.values() if math.isfinite(value)]
+    if not values:
+        return "none yet"
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    width = min(5, len(values) // 4) or 1
+    return f"{sum(values[:width]) / width:.2f} → {sum(values[-width:]) / width:.2f}"
+
+
+def _first_best_last(series: Series) -> list[str]:
+    steps = list(series)
+    best = max(steps, key=lambda step: series[step])
+    return [f"{series[step]:.3f} (step {step})" for step in (steps[0], best, steps[-1])]
+
+
+def _at(metrics: Metrics, name: str, step: int) -> str:
+    value = metrics.get(name, {}).get(step)
+    return "not recorded" if value is None else f"{value:.3f}"
+
+
+def _short(number: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"

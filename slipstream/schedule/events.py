@@ -1,0 +1,126 @@
+"""What happens (facts) and what shall be done (actions). Frozen, plain, the same in the real and the simulated world."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RunBegan:
+    """The run is set up, its weights those after `step` steps; `resumed` if a checkpoint of that step exists."""
+
+    step: int
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScored:
+    """All samples of one prompt are graded."""
+
+    step: int
+    position: int
+    """Place of the prompt in the run's order of prompts."""
+    num_scored: int
+    num_unscored: int
+    rewards_differ: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrained:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsLive:
+    """The engine holds the weights of this step."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """Somebody wants the run to end early, with a checkpoint."""
+
+    reason: str
+
+
+Event = RunBegan | GroupScored | StepTrained | WeightsLive | Evaluated | Saved | StopAsked
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Sample one group for the prompt at this position of the order."""
+
+    step: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Train on the groups at these positions, in this order."""
+
+    step: int
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PushWeights:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Everything about this step is known: write its row of metrics."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a checkpoint from which `step + 1` can start with the prompt at `position`."""
+
+    step: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    reason: str
+
+
+Action = Generate | Train | PushWeights | Evaluate | Record | Save | Finish
+
+BY_NAME: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        *(RunBegan, GroupScored, StepTrained, WeightsLive, Evaluated, Saved, StopAsked),
+        *(Generate, Train, PushWeights, Evaluate, Record, Save, Finish),
+    )
+}
+
+
+def to_record(item: Event | Action) -> tuple[str, dict[str, Any]]:
+    """(name, fields) for the event log."""
+    return type(item).__name__, asdict(item)
+
+
+def from_record(name: str, fields: dict[str, Any]) -> Event | Action:
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    item: Event | Action = BY_NAME[name](**values)
+    return item

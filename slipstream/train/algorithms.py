@@ -1,0 +1,119 @@
+"""What an RL algorithm is: rewards to advantages, the level of its probability ratio, its objective, its averaging.
+
+Owns the table ALGORITHMS, the token weights of each aggregation, and the learning rate of a step. Pure: no tensors.
+Standard deviations are population ones (divide by n). A group may be smaller than samples_per_prompt, because
+unscored samples are dropped; a group of one has nothing to compare with and gets advantage 0, except in REINFORCE++,
+whose baseline is the whole batch. Equal rewards give advantages of exactly 0.
+
+Invariant: the loss of an update is the sum over its tokens of weight x token loss, with weights from the whole update,
+so micro-batching and packing cannot change it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.config import Training
+
+STD_FLOOR = 1e-6
+"""Added to a standard deviation before dividing by it."""
+
+Rewards = Sequence[Sequence[float]]
+"""Rewards of each sample of each group."""
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    advantages: Callable[[Rewards], list[list[float]]]
+    """Groups of rewards to groups of advantages, in the same order."""
+    ratio_level: Literal["token", "sequence"]
+    """sequence: one ratio per response, the geometric mean of its token ratios."""
+    objective: Literal["clip", "cispo"]
+    aggregation: Aggregation
+
+
+def standardised_in_group(groups: Rewards) -> list[list[float]]:
+    """(r - mean) / (std + 1e-6) in each group. GRPO: DeepSeekMath, arXiv 2402.03300."""
+    return [_standardised(group) for group in groups]
+
+
+def centred_in_group(groups: Rewards) -> list[list[float]]:
+    """r - mean in each group. Dr. GRPO: Understanding R1-Zero-Like Training, arXiv 2503.20783."""
+    return [_centred(group) for group in groups]
+
+
+def leave_one_out(groups: Rewards) -> list[list[float]]:
+    """r minus the mean of the OTHER samples of its group. RLOO: Back to Basics, arXiv 2402.14740.
+
+    r_i - (sum - r_i) / (n - 1) = (r_i - mean) n / (n - 1).
+    """
+    return [[value * len(group) / max(1, len(group) - 1) for value in _centred(group)] for group in groups]
+
+
+def standardised_in_batch(groups: Rewards) -> list[list[float]]:
+    """(r - mean) / (std + 1e-6) over all samples of the step. REINFORCE++, arXiv 2501.03262."""
+    flat = iter(_standardised([reward for group in groups for reward in group]))
+    return [[next(flat) for _ in group] for group in groups]
+
+
+ALGORITHMS: dict[str, Recipe] = {
+    # GRPO, arXiv 2402.03300. With aggregation token_mean and clip_high 0.28 it is DAPO's loss (arXiv 2503.14476).
+    "grpo": Recipe(standardised_in_group, "token", "clip", "sequence_mean"),
+    # Dr. GRPO, arXiv 2503.20783: no division by the response's length nor by the group's deviation.
+    "dr_grpo": Recipe(centred_in_group, "token", "clip", "constant"),
+    # RLOO, arXiv 2402.14740.
+    "rloo": Recipe(leave_one_out, "token", "clip", "token_mean"),
+    # REINFORCE++, arXiv 2501.03262.
+    "reinforce++": Recipe(standardised_in_batch, "token", "clip", "token_mean"),
+    # GSPO, arXiv 2507.18071. Its ratios stay near 1: the paper clips at 3e-4 and 4e-4, not at 0.2.
+    "gspo": Recipe(standardised_in_group, "sequence", "clip", "sequence_mean"),
+    # CISPO: MiniMax-M1, arXiv 2506.13585: the clipped ratio is a constant weight of the log-probability.
+    "cispo": Recipe(standardised_in_group, "token", "cispo", "token_mean"),
+}
+
+
+def token_weights(lengths: Sequence[int], aggregation: Aggregation, max_new_tokens: int) -> list[float]:
+    """Weight of EACH token of each sample of one update, from the samples' response lengths in tokens.
+
+    token_mean: every token alike, summing to 1. sequence_mean: every sample alike, summing to 1. constant: every token
+    1 / (samples x max_new_tokens), so that a long answer is neither favoured nor spared.
+    """
+    assert all(length > 0 for length in lengths), "a sample without response tokens has no weight"
+    if aggregation == "token_mean":
+        return [1.0 / sum(lengths)] * len(lengths)
+    if aggregation == "sequence_mean":
+        return [1.0 / (len(lengths) * length) for length in lengths]
+    return [1.0 / (len(lengths) * max_new_tokens)] * len(lengths)
+
+
+def learning_rate(training: Training, step: int, total_steps: int | None = None) -> float:
+    """Of step 0, 1, ...: linear warm-up that reaches lr at step lr_warmup_steps - 1, then constant, or falling so that
+    it would be 0 at `total_steps` (training.steps unless given), which is one past the last step."""
+    warmup = training.lr_warmup_steps
+    if step < warmup:
+        return training.lr * (step + 1) / warmup
+    if training.lr_schedule == "constant":
+        return training.lr
+    last = training.steps if total_steps is None else total_steps
+    done = min(1.0, (step - warmup) / max(1, last - warmup))
+    if training.lr_schedule == "linear":
+        return training.lr * (1.0 - done)
+    return training.lr * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def _centred(rewards: Sequence[float]) -> list[float]:
+    # Equal rewards have no signal; the rounding of their mean must not become one.
+    if not rewards or max(rewards) == min(rewards):
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def _standardised(rewards: Sequence[float]) -> list[float]:
+    centred = _centred(rewards)
+    deviation = math.sqrt(math.fsum(value * value for value in centred) / max(1, len(centred)))
+    return [value / (deviation + STD_FLOOR) for value in centred]

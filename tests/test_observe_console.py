@@ -1,0 +1,111 @@
+"""Progress on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from slipstream.observe.console import Console, format_duration, format_evaluation, format_step
+
+STEP = {
+    "reward/mean": 0.534,
+    "reward/unscored": 0.0,
+    "response_length/mean": 87.2,
+    "response_length/p99": 210.4,
+    "perf/throughput": 1234.4,
+    "timing_s/gen": 3.14,
+    "timing_s/update_actor": 2.0,
+    "timing_s/step": 2.0,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run_through(file: io.StringIO, quiet: bool = False) -> str:
+    with Console(80, quiet=quiet, file=file) as console:
+        console.start_run(["model tiny [not markup]", "a line of more than eighty characters " * 4])
+        with console.phase("rollout", 4) as advance:
+            for _ in range(4):
+                advance(1, tokens=100, running=3)
+        with console.phase("warm start", None) as advance:
+            advance()
+        console.step_line(12, STEP)
+        console.eval_line(12, {"eval/heldout/avg@4": 0.5, "eval/heldout/pass@4": 0.75, "reward/mean": 1.0})
+        console.note("checkpoint step_12 saved")
+    return file.getvalue()
+
+
+def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = run_through(io.StringIO())
+    assert text.splitlines() == [
+        "model tiny [not markup]",
+        "a line of more than eighty characters " * 4,
+        "step 12/80  reward 0.534  len 87 (p99 210)  1,234 tok/s  gen 3.1s  train 2.0s  left 2m16s",
+        "eval at step 12  heldout: avg@4 0.500  pass@4 0.750",
+        "checkpoint step_12 saved",
+    ]
+    assert "\x1b" not in text and "\r" not in text
+
+
+def test_a_terminal_gets_bars_and_the_same_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    text = run_through(Terminal())
+    assert "\x1b[" in text and "step 12/80  reward 0.534" in text and "[not markup]" in text
+
+
+def test_a_dumb_terminal_gets_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in run_through(Terminal())
+
+
+def test_quiet_is_silent() -> None:
+    assert run_through(io.StringIO(), quiet=True) == ""
+
+
+def test_a_phase_that_fails_gives_its_bar_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with Console(2, file=Terminal()) as console:
+        console.start_run([])
+        with pytest.raises(RuntimeError), console.phase("rollout", 3):
+            raise RuntimeError
+        assert console._bars is not None and [task.description for task in console._bars.tasks] == ["steps"]
+
+
+def test_missing_metrics_leave_their_words_out() -> None:
+    assert format_step(1, 100, {}, None) == "step   1/100"
+    assert format_step(3, 3, {"reward/mean": 1.0, "reward/unscored": 2.0}, 9.0) == "step 3/3  reward 1.000  unscored 2"
+    assert format_evaluation(0, {"eval/a/b/avg@1": 1.0, "eval/a/b/unscored": 3.0, "eval/c/response_length": 8.5}) == (
+        "eval at step 0  a/b: avg@1 1.000  unscored 3 | c: len 8"
+    )
+
+
+def test_time_left_is_a_median() -> None:
+    console = Console(10, file=io.StringIO())
+    assert console.time_left_s(0) is None
+    for step, seconds in enumerate((2.0, 2.0, 500.0), start=1):
+        console.step_line(step, {"timing_s/step": seconds})
+    assert console.time_left_s(3) == 14.0
+    for step in range(4, 30):
+        console.step_line(step, {"timing_s/step": 1.0})
+    assert console.time_left_s(9) == 1.0 and console.time_left_s(40) == 0.0
+
+
+def test_time_left_by_the_clock() -> None:
+    now = iter([0.0, 4.0, 8.0])
+    console = Console(5, file=io.StringIO(), clock=lambda: next(now))
+    console.start_run([])
+    console.step_line(1, {})
+    console.step_line(2, {})
+    assert console.time_left_s(2) == 12.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (130, "2m10s"), (11100, "3h05m"), (187300, "2d04h")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -70,6 +70,12 @@ def test_of_nothing_only_counts_exist() -> None:
     assert evaluation_metrics("a", [], [], 4) == {"eval/a/unscored": 0.0}
 
 
+def test_zero_spread_is_about_equality_not_zero() -> None:
+    rewards = {"a": (0.0, 0.0), "b": (0.5, 0.5), "c": (1.0, 1.0), "d": (0.0, 1.0)}
+    items = [scored(group, i, value) for group, values in rewards.items() for i, value in enumerate(values)]
+    assert rollout_metrics(items, [], 2)["reward/zero_spread_groups"] == 0.75
+
+
 def test_one_sample_a_prompt_has_no_spread_to_speak_of() -> None:
     assert "reward/zero_spread_groups" not in rollout_metrics([scored("g", 0, 1.0)], [], 1)
 

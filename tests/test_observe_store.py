@@ -48,6 +48,14 @@ def test_a_rollout_comes_back_as_it_was(tmp_path: Path) -> None:
     assert bad.reward is None and bad.fault == "timeout: 10 s" and bad.sample == 1 and bad.text == "fünf \x00"
 
 
+def test_text_that_is_not_utf8_does_not_stop_a_run(tmp_path: Path) -> None:
+    lost = Unscored(scored("1/0/0", 0.0).rollout, "a\ud800b", "raised", "no file \udcff")
+    with RunStore(tmp_path) as store:
+        store.add_rollouts(1, "train", "s", PROMPTS, [lost])
+        (found,) = store.rollouts()
+    assert (found.text, found.fault) == ("a\\ud800b", "raised: no file \\udcff")
+
+
 def test_a_replay_never_doubles(tmp_path: Path) -> None:
     with RunStore(tmp_path) as store:
         store.add_rollouts(1, "train", "a", PROMPTS, [scored("1/0/0", 0.0)])

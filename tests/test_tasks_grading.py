@@ -104,6 +104,14 @@ def test_poll_does_not_wait_unless_asked(by_text: Grader) -> None:
     assert by_text.poll(wait_s=20)[0][0] == 0
 
 
+def test_closing_drops_what_is_pending_and_may_be_repeated() -> None:
+    grader = Grader(reward("by_text"))
+    grader.submit(0, [item("hang")])
+    grader.close()
+    grader.close()
+    assert grader.num_pending == 0 and grader.poll(wait_s=1) == []
+
+
 def test_several_functions_make_one_weighted_sum() -> None:
     half = tuple(function.model_copy(update={"weight": 0.5}) for function in reward("length").functions)
     functions = (*half, *reward("only_b", "compute_score", "num_torch_modules", "slow_is_fine").functions)

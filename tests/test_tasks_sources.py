@@ -69,6 +69,7 @@ def test_reasoning_gym_problems_carry_their_entry() -> None:
         ("reasoning_gym/chain_sum", {"size": 2, "params": {"seed": 3}}, "beside source"),
         ("gsm8k", {"params": {"folder": "x"}}, "did you mean 'path'"),
         ("gsm8k", {"params": {"path": "/nowhere"}}, "train.jsonl"),
+        ("colatz", {"size": 2}, "did you mean 'collatz'?"),
         ("nowhere/data.jsonl", {}, "does not exist"),
         ("nowhere/data.parquet", {}, "does not exist"),
     ],
@@ -179,7 +180,7 @@ def test_hub_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fake(*where: str, **settings: Any) -> list[dict[str, str]]:
         calls.append((where, settings))
-        if where[0] == "colatz":
+        if where[0] == "nobody/nothing":
             raise FileNotFoundError("no such dataset")
         return [{"prompt": "1+1?", "question": "1+1?", "answer": "#### 2"}]
 
@@ -191,6 +192,6 @@ def test_hub_ids(monkeypatch: pytest.MonkeyPatch) -> None:
         (("openai/gsm8k", "main"), {"split": "test"}),
     ]
     with pytest.raises(ValueError, match="taken for a hub id") as caught:
-        load("colatz", size=2)
-    for words in ("did you mean 'collatz'?", "no such dataset", "reasoning_gym/<dataset>", ".jsonl"):
+        load("nobody/nothing", size=2)
+    for words in ("collatz", "no such dataset", "reasoning_gym/<dataset>", ".jsonl"):
         assert words in str(caught.value)

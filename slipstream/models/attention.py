@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -67,10 +66,10 @@ def _registered(
     assert _current, "the model was called outside `attending(...)`"
     assert query.shape[0] == 1, "packed batches have one row"
     form = AttentionForm(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     layer = module.layer_idx
     assert isinstance(layer, int)
-    return _current[-1].attend(layer, *packed, form).unsqueeze(0), None
+    return _current[-1].attend(layer, query_THD, key_TKD, value_TKD, form).unsqueeze(0), None
 
 
 # No mask function is registered under this name on purpose: Hugging Face then builds no mask at all.
@@ -84,13 +83,9 @@ class Documents:
     lengths: Sequence[int]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        ends = list(accumulate(self.lengths))
-        return torch.cat(
-            [
-                attend_causally(query[start:end], key[start:end], value[start:end], form)
-                for start, end in zip([0, *ends], ends, strict=False)
-            ]
-        )
+        # split, not slices: the backward of a slice is a gradient of the whole packed tensor for each document.
+        documents = zip(*(tensor.split(list(self.lengths)) for tensor in (query, key, value)), strict=True)
+        return torch.cat([attend_causally(q, k, v, form) for q, k, v in documents])
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:

@@ -52,7 +52,8 @@ def reward_curve(metrics: Metrics) -> Figure | None:
         _line("each step", reward, BLUE, width=1.5, opacity=0.4),
         _line(f"mean of {_SMOOTH_STEPS} steps", _running_mean(reward), BLUE, width=3),
     ]
-    parts = {name.split("/")[1]: series for name, series in metrics.items() if re.fullmatch(r"reward/.+/mean", name)}
+    names = [name for name in metrics if re.fullmatch(r"reward/.+/mean", name)]
+    parts = {name.removeprefix("reward/").removesuffix("/mean"): metrics[name] for name in names}
     if len(parts) > 1:
         traces += [
             _line(name, _running_mean(series), CYCLE[1 + i % (len(CYCLE) - 1)], width=1.5, dash="dot")

@@ -78,7 +78,7 @@ def _read_config(text: str) -> Config | None:
 
 
 def _header(name: str, config: Config | None, metrics: Metrics) -> str:
-    done = max(metrics.get("reward/mean", {}), default=0)
+    done = max([*metrics.get("reward/mean", {}), *metrics.get("rollout/tokens", {})], default=0)
     values = {"steps": f"{done} of {config.train.steps}" if config else f"{done}"}
     values["wall time"] = format_duration(wall_time_s(metrics))
     values["reward"] = _first_to_last(metrics.get("reward/mean", {}))

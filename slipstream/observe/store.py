@@ -270,15 +270,29 @@ def _rollout_row(
         assert math.isfinite(result.reward), f"{request.uid}: a reward of {result.reward} must be an Unscored"
         reward, parts = float(result.reward), dict(result.parts)
     else:
-        fault = f"{result.kind}: {result.detail}"
+        fault = _storable(f"{result.kind}: {result.detail}")
     return (
-        *(request.uid, step, kind, set_name, *prompt, request.group, int(request.uid.rpartition("/")[2])),
+        *(
+            request.uid,
+            step,
+            kind,
+            set_name,
+            prompt[0],
+            _storable(prompt[1]),
+            request.group,
+            int(request.uid.rpartition("/")[2]),
+        ),
         str(request.seed),  # text: SQLite's integers are signed, a seed uses all 64 bits
         np.asarray(rollout.token_ids, dtype="<i4").tobytes(),
         np.asarray(rollout.logprobs, dtype="<f4").tobytes(),
-        *(result.text, reward, json.dumps(parts), fault, rollout.finish_reason, len(rollout.token_ids)),
+        *(_storable(result.text), reward, json.dumps(parts), fault, rollout.finish_reason, len(rollout.token_ids)),
         *(rollout.first_version, rollout.last_version),
     )
+
+
+def _storable(text: str) -> str:
+    # A grader's message may hold a lone surrogate (a file name that is not UTF-8), which SQLite refuses.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _stored_rollout(row: tuple[Any, ...]) -> StoredRollout:

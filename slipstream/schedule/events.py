@@ -8,10 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RunBegan:
-    """The run is set up, its weights those after `step` steps; `resumed` if a checkpoint of that step exists."""
+    """The run is set up, its weights those after `step` steps."""
 
     step: int
-    resumed: bool
+    concluded: bool
+    """This step was evaluated, recorded and saved before; False for a new run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a checkpoint from which `step + 1` can start with the prompt at `position`."""
+    """Write a checkpoint of the weights after `step`, from which the run goes on with the prompt at `position`."""
 
     step: int
     position: int
+    concluded: bool
+    """False if the run stopped before this step was evaluated and recorded: that is left to the resumed run."""
 
 
 @dataclass(frozen=True, slots=True)

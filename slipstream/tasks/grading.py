@@ -98,6 +98,7 @@ class Grader:
         self._functions = tuple(portable(spec.function) for spec in reward.functions)
         self._warm = tuple(verifiers.tasks_to_warm(problems)) if "task" in self._functions else ()
         self._groups: list[_Group] = []
+        self._closed = False
         self._pool = self._start_pool()
 
     def __enter__(self) -> Grader:
@@ -115,6 +116,7 @@ class Grader:
 
     def submit(self, token: Any, items: Sequence[tuple[Problem, Rollout, str]]) -> None:
         """Schedule one group; `token` comes back with its results."""
+        assert not self._closed, "submit to a closed grader"
         samples = [Sample(problem, text, rollout.token_ids) for problem, rollout, text in items]
         outcomes: list[list[Outcome]] = [[None] * len(samples) for _ in self._functions]
         group = _Group(token, [rollout for _, rollout, _ in items], samples, outcomes)
@@ -144,6 +146,7 @@ class Grader:
     def close(self) -> None:
         """Kill the workers; groups not yet returned are dropped."""
         self._groups = []
+        self._closed = True
         self._pool.stop()
         self._pool.join()
 
@@ -159,9 +162,12 @@ class Grader:
 
     def _schedule(self, group: _Group, function: int, positions: list[int]) -> Future[list[Outcome] | Fault]:
         samples = [group.samples[position] for position in positions]
-        future: Future[list[Outcome] | Fault] = self._pool.schedule(
-            _grade, args=(function, samples), timeout=self._reward.timeout_s
-        )
+        future: Future[list[Outcome] | Fault]
+        try:
+            future = self._pool.schedule(_grade, args=(function, samples), timeout=self._reward.timeout_s)
+        except RuntimeError as error:  # the pool broke since we looked; _revive will find this call
+            future = Future()
+            future.set_exception(BrokenProcessPool(str(error)))
         return future
 
     def _start_call(self, group: _Group, function: int, positions: list[int]) -> None:
@@ -169,7 +175,7 @@ class Grader:
 
     def _revive(self) -> None:
         """Replace a broken pool (a worker was killed while idle, or cannot start) and hand its calls to the new one."""
-        if self._pool.active:
+        if self._closed or self._pool.active:
             return
         with contextlib.suppress(Exception):  # it is broken already; what matters is that its processes are gone
             self._pool.stop()
@@ -230,7 +236,7 @@ def _code(error: BaseException) -> Any:
     return getattr(error, "exitcode", "unknown")
 
 
-# --- What runs in the worker -----------------------------------------------------------------------------------------
+# From here on: what runs in the worker process.
 
 _calls: list[RewardCall | Fault] = []
 

@@ -130,12 +130,14 @@ def _file(path: Path, task_set: TaskSet, name: str) -> list[Problem]:
 
 
 def _hub(task_set: TaskSet, name: str) -> list[Problem]:
-    near = difflib.get_close_matches(task_set.source, [*TASKS, "gsm8k"], n=1)
+    near = difflib.get_close_matches(task_set.source, [*TASKS, "gsm8k"], n=1, cutoff=0.75)
     hint = (
-        (f"did you mean {near[0]!r}? " if near else "")
-        + f"A source is also a built-in task ({_listed([*TASKS, 'gsm8k'])}), {REASONING_GYM}<dataset>, "
-        + f"or a file ending in {_listed(FILE_SUFFIXES)}"
+        f"A source is also a built-in task ({_listed([*TASKS, 'gsm8k'])}), {REASONING_GYM}<dataset>, "
+        f"or a file ending in {_listed(FILE_SUFFIXES)}"
     )
+    if near:
+        # Asking the hub for a misspelt task would take half a minute of retries where there is no network.
+        raise ValueError(f"no source {task_set.source!r}; did you mean {near[0]!r}? {hint}. A hub id is owner/name")
     rows = _from_hub(task_set.source, split=task_set.split, hint=hint, params=task_set.params)
     return problems_of(rows, task_set, name, f"{task_set.source}[{task_set.split}]")
 

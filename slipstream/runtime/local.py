@@ -1,0 +1,300 @@
+"""A run in this process: puts the parts together, goes through the warm start and the loop, and cleans up.
+
+Owns the run folder's life: new, resumed or refused; signals; the order in which things are opened and closed.
+"""
+
+from __future__ import annotations
+
+import copy
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from slipstream.config import Config, dump_config
+from slipstream.engine.engine import Engine
+from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.precision import resolve_precision
+from slipstream.models.rendering import render_prompts, render_solution, stop_token_ids
+from slipstream.observe.console import Console
+from slipstream.observe.loggers import MetricLog
+from slipstream.observe.store import RunStore
+from slipstream.runtime.driver import drive
+from slipstream.runtime.evaluation import Interrupted
+from slipstream.runtime.rollouts import RolloutDesk
+from slipstream.runtime.warmup import warm_up
+from slipstream.runtime.world import LocalWorld
+from slipstream.schedule.events import Action, Event, RunBegan, to_record
+from slipstream.schedule.scheduler import Scheduler
+from slipstream.tasks.grading import Grader
+from slipstream.tasks.sources import load_problems
+from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from slipstream.train.trainer import Trainer
+from slipstream.types import Problem, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    reason: str
+    """"done", or why it stopped early."""
+    run_dir: Path
+    step: int
+
+
+@dataclass(slots=True)
+class _StopFlag:
+    """Set by a signal; the warm start and the world look at it."""
+
+    reason: str | None = None
+
+
+def run_training(config: Config, *, resume: bool | Path = False, quiet: bool = False) -> Outcome:
+    """Train to the end of the recipe, from the start or from a checkpoint. ValueError for what the user can fix."""
+    run_dir = config.run.dir
+    checkpoint = _find_checkpoint(run_dir, resume)
+    device = choose_device(config.device)
+    tokenizer = load_tokenizer(config.model if checkpoint is None else str(checkpoint.path))
+    problems = load_training_problems(config)
+    eval_problems = load_eval_problems(config)
+    prompts = render_prompts(tokenizer, problems, config.engine.max_prompt_tokens)
+    eval_sets = {
+        name: render_prompts(tokenizer, items, config.engine.max_prompt_tokens) for name, items in eval_problems.items()
+    }
+    pairs = [render_solution(tokenizer, prompt) for prompt in prompts] if config.warmup else []
+    with ExitStack() as stack:
+        every_problem = [*problems, *(problem for items in eval_problems.values() for problem in items)]
+        grader = stack.enter_context(Grader(config.reward, every_problem))
+        model = load_model(
+            config.model if checkpoint is None else str(checkpoint.path),
+            dtype=torch.float32,
+            device=device,
+            seed=config.seed,
+        )
+        check_length(config, model)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        store = stack.enter_context(RunStore(run_dir))
+        log = stack.enter_context(MetricLog(run_dir, config.run.loggers, config.model_dump(mode="json")))
+        (run_dir / "config.yaml").write_text(dump_config(config))
+        trainer = Trainer(
+            model,
+            config.train,
+            config.algorithm,
+            temperature=config.sampling.temperature,
+            max_new_tokens=config.sampling.max_new_tokens,
+            total_steps=config.train.steps,
+        )
+        console = stack.enter_context(Console(config.train.steps, quiet=quiet))
+        flag = stack.enter_context(_stop_on_signals(console))
+        run = _Run(config, tokenizer, model, trainer, store, log, console, flag)
+        run.begin(checkpoint, device)
+        if not run.warm_up(pairs):
+            return Outcome("interrupted", run_dir, 0)
+        trainer.reference = run.reference_model(device)
+        engine = build_engine(config, model, device)
+        reason = run.loop(engine, grader, prompts, eval_sets, stop_token_ids(model, tokenizer))
+        return Outcome(reason, run_dir, run.step)
+
+
+class _Run:
+    """One run's parts between its set-up and its end."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        model: PreTrainedModel,
+        trainer: Trainer,
+        store: RunStore,
+        log: MetricLog,
+        console: Console,
+        flag: _StopFlag,
+    ) -> None:
+        self.config, self.tokenizer, self.model, self.trainer = config, tokenizer, model, trainer
+        self.store, self.log, self.console, self.flag = store, log, console, flag
+        self.step = 0
+        self.position = 0
+        self.concluded = False
+        self.warmup_done = 0
+        self.row: dict[str, float] = {}
+
+    def begin(self, checkpoint: Checkpoint | None, device: torch.device) -> None:
+        """Take over the checkpoint's state, and forget what the last run did after it."""
+        if checkpoint is not None:
+            state = checkpoint.run_state
+            self.trainer.load_state_dict(checkpoint.trainer_state)
+            self.step, self.warmup_done = checkpoint.step, state["warmup_done"]
+            self.position, self.concluded, self.row = state["position"], state["concluded"], state["row"]
+        recorded = self.step if self.concluded else self.step - 1
+        self.store.forget_after(recorded)
+        self.log.resume_after(recorded)
+        where = f"resumed from {checkpoint.path}" if checkpoint else "from the start"
+        num_parameters = sum(p.numel() for p in self.model.parameters())
+        lines = [f"{self.config.run.dir}: {self.config.model} ({num_parameters / 1e6:.1f}M parameters) on {device}, {where}"]
+        lines += [f"  {name}: {value}" for name, value in self.config.arithmetic().items()]
+        self.console.start_run(lines)
+
+    def warm_up(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+        """False if it was interrupted; a checkpoint then holds how far it came."""
+        warmup = self.config.warmup
+        if warmup is None or self.step > 0 or self.warmup_done >= warmup.steps:
+            return True
+
+        def should_stop(steps_done: int) -> bool:
+            self.warmup_done = steps_done
+            return self.flag.reason is not None
+
+        started = time.perf_counter()
+        try:
+            self.row |= warm_up(
+                self.trainer,
+                warmup,
+                pairs,
+                seed=self.config.seed,
+                done=self.warmup_done,
+                console=self.console,
+                should_stop=should_stop,
+            )
+        except Interrupted:
+            self.save(0, {"position": 0, "concluded": False, "row": self.row})
+            return False
+        self.warmup_done = warmup.steps
+        seconds = time.perf_counter() - started
+        self.row["timing_s/warmup"] = seconds
+        loss = self.row.get("warmup/loss", float("nan"))
+        self.console.note(f"warm start: {warmup.steps} supervised steps, loss {loss:.3f}, {seconds:.0f}s")
+        return True
+
+    def reference_model(self, device: torch.device) -> PreTrainedModel | None:
+        """The model that RL starts from, kept beside the checkpoints; only if the KL penalty needs it."""
+        if self.config.algorithm.kl_coef == 0:
+            return None
+        folder = self.config.run.dir / "reference"
+        if self.step == 0:
+            self.model.save_pretrained(folder)
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is missing: algorithm.kl_coef > 0 needs the model that this run started from")
+        return load_model(str(folder), dtype=torch.float32, device=device).eval()
+
+    def save(self, step: int, run_state: dict[str, Any]) -> None:
+        path = save_checkpoint(
+            self.config.run.dir,
+            step,
+            model=self.model,
+            tokenizer=self.tokenizer,
+            trainer_state=self.trainer.state_dict(),
+            run_state=run_state | {"warmup_done": self.warmup_done},
+            keep_last=self.config.run.keep_last,
+        )
+        self.console.note(f"saved {path}")
+
+    def loop(
+        self,
+        engine: Engine,
+        grader: Grader,
+        prompts: Sequence[Prompt],
+        eval_sets: dict[str, list[Prompt]],
+        stop_ids: tuple[int, ...],
+    ) -> str:
+        world = LocalWorld(
+            self.config,
+            engine=engine,
+            trainer=self.trainer,
+            desk=RolloutDesk(engine, grader, self.tokenizer, self.config.seed),
+            prompts=prompts,
+            eval_sets=eval_sets,
+            stop_token_ids=stop_ids,
+            store=self.store,
+            log=self.log,
+            console=self.console,
+            save_checkpoint=self.save,
+            row=self.row,
+            stop_reason=lambda: self.flag.reason,
+        )
+
+        def write_events(now_s: float, event: Event, actions: list[Action]) -> None:
+            self.step = max(self.step, getattr(event, "step", 0))
+            for item in (event, *actions):
+                name, fields = to_record(item)
+                self.store.add_event(self.step, now_s, name, fields)
+
+        scheduler = Scheduler(self.config, position=self.position)
+        return drive(scheduler, world, RunBegan(self.step, self.concluded), time.time, write_events)
+
+
+def build_engine(config: Config, model: PreTrainedModel, device: torch.device) -> Engine:
+    """An engine with its own copy of the weights, in the engine's number format."""
+    dtype = resolve_precision(config.engine.dtype, device)
+    served = copy.deepcopy(model).to(dtype=dtype).requires_grad_(False)
+    return Engine(served, max_sequences=config.engine.max_sequences, max_length=config.max_length)
+
+
+def choose_device(setting: str) -> torch.device:
+    if setting == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
+    return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def load_training_problems(config: Config) -> list[Problem]:
+    return [
+        problem
+        for number, task_set in enumerate(config.tasks.train)
+        for problem in load_problems(task_set, f"train/{number}")
+    ]
+
+
+def load_eval_problems(config: Config) -> dict[str, list[Problem]]:
+    return {name: load_problems(task_set, f"eval/{name}") for name, task_set in config.tasks.eval.items()}
+
+
+def check_length(config: Config, model: PreTrainedModel) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and config.max_length > limit:
+        raise ValueError(
+            f"engine.max_prompt_tokens={config.engine.max_prompt_tokens} + sampling.max_new_tokens="
+            f"{config.sampling.max_new_tokens} = {config.max_length} tokens, but {config.model} has a context of {limit}"
+        )
+
+
+def _find_checkpoint(run_dir: Path, resume: bool | Path) -> Checkpoint | None:
+    if isinstance(resume, Path):
+        return load_checkpoint(resume)
+    path = latest_checkpoint(run_dir)
+    if path is not None and not resume:
+        raise ValueError(
+            f"{run_dir} already holds a run (checkpoint {path.name}); add --resume to go on with it, --overwrite to "
+            "replace it, or choose another folder with run.dir=..."
+        )
+    return load_checkpoint(path) if path is not None else None
+
+
+@contextmanager
+def _stop_on_signals(console: Console) -> Iterator[_StopFlag]:
+    """The first Ctrl-C (or SIGTERM) asks for a checkpoint and an end; the second one ends at once."""
+    flag = _StopFlag()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if flag.reason is not None:
+            raise KeyboardInterrupt
+        flag.reason = "interrupted"
+        console.note("stopping: saving a checkpoint first (again Ctrl-C: stop at once)")
+
+    previous: dict[int, Callable[..., Any] | int | None] = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            previous[number] = signal.signal(number, on_signal)
+        except ValueError:  # not in the main thread: the host program owns the signals
+            break
+    try:
+        yield flag
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

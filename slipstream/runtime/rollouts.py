@@ -1,0 +1,105 @@
+"""Engine and grader side by side: groups of requests in, graded groups out.
+
+Grading runs in other processes while the engine goes on with the groups that are not finished yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.engine.engine import Engine
+from slipstream.rng import derive_seed
+from slipstream.tasks.grading import Grader
+from slipstream.types import Prompt, Request, Rollout, SamplingParams, Scored, Unscored
+
+
+@dataclass(frozen=True, slots=True)
+class GradedGroup:
+    name: str
+    prompt: Prompt
+    results: tuple[Scored | Unscored, ...]
+    """In the order of the samples."""
+
+    @property
+    def scored(self) -> list[Scored]:
+        return [result for result in self.results if isinstance(result, Scored)]
+
+    @property
+    def unscored(self) -> list[Unscored]:
+        return [result for result in self.results if isinstance(result, Unscored)]
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    prompt: Prompt
+    requests: list[Request]
+    rollouts: dict[str, Rollout] = field(default_factory=dict)
+
+
+class RolloutDesk:
+    def __init__(self, engine: Engine, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self._engine = engine
+        self._grader = grader
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._open: dict[str, _OpenGroup] = {}
+        self.engine_s = 0.0
+        """Time in the engine."""
+        self.waiting_s = 0.0
+        """Time waiting for grades with the engine idle."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    def ask(self, name: str, prompt: Prompt, num_samples: int, sampling: SamplingParams) -> None:
+        """Sample one group. Its name is unique in the run, and its seeds depend on it, the prompt and the sample."""
+        requests = [
+            Request(
+                uid=f"{name}/{sample}",
+                group=name,
+                prompt_ids=prompt.token_ids,
+                seed=derive_seed(self._seed, "rollout", name, prompt.key, sample),
+                sampling=sampling,
+            )
+            for sample in range(num_samples)
+        ]
+        self._open[name] = _OpenGroup(prompt, requests)
+        self._engine.submit(requests)
+
+    def advance(self, on_finished: Callable[[Rollout], None]) -> list[GradedGroup]:
+        """One engine step (or, with the engine idle, a short wait for grades); the groups that are graded now."""
+        started = time.perf_counter()
+        if self._engine.has_work:
+            for rollout in self._engine.step():
+                on_finished(rollout)
+                self._collect(rollout)
+            self.engine_s += time.perf_counter() - started
+            return self._graded(wait_s=0.0)
+        graded = self._graded(wait_s=0.2)
+        self.waiting_s += time.perf_counter() - started
+        return graded
+
+    def take_times(self) -> tuple[float, float]:
+        """(engine seconds, waiting seconds) since the last call."""
+        times = self.engine_s, self.waiting_s
+        self.engine_s = self.waiting_s = 0.0
+        return times
+
+    def _collect(self, rollout: Rollout) -> None:
+        name = rollout.request.group
+        group = self._open[name]
+        group.rollouts[rollout.request.uid] = rollout
+        if len(group.rollouts) == len(group.requests):
+            rollouts = [group.rollouts[request.uid] for request in group.requests]
+            texts = self._tokenizer.batch_decode([list(r.token_ids) for r in rollouts], skip_special_tokens=True)
+            problem = group.prompt.problem
+            self._grader.submit(name, [(problem, r, text) for r, text in zip(rollouts, texts, strict=True)])
+
+    def _graded(self, wait_s: float) -> list[GradedGroup]:
+        finished: Sequence[tuple[str, list[Scored | Unscored]]] = self._grader.poll(wait_s)
+        return [GradedGroup(name, self._open.pop(name).prompt, tuple(results)) for name, results in finished]

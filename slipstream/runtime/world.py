@@ -1,0 +1,253 @@
+"""The real world on one machine: carries out the scheduler's actions with one engine, one trainer and one grader.
+
+Owns no decision. Training, evaluation and saving happen inside `perform`; generation goes on in `advance`.
+Everything of a step is collected in one row of metrics, which `Record` writes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from slipstream.config import Config
+from slipstream.engine.engine import Engine
+from slipstream.models.weights import named_weights
+from slipstream.observe.console import Advance, Console
+from slipstream.observe.loggers import MetricLog
+from slipstream.observe.metrics import rollout_metrics
+from slipstream.observe.report import write_report
+from slipstream.observe.store import RolloutKind, RunStore
+from slipstream.runtime.evaluation import Interrupted, evaluate_sets
+from slipstream.runtime.rollouts import GradedGroup, RolloutDesk
+from slipstream.schedule.events import (
+    Action,
+    Evaluate,
+    Evaluated,
+    Event,
+    Finish,
+    Generate,
+    GroupScored,
+    PushWeights,
+    Record,
+    Save,
+    Saved,
+    StepTrained,
+    StopAsked,
+    Train,
+    WeightsLive,
+)
+from slipstream.schedule.order import PromptOrder
+from slipstream.tasks.grading import check_faults
+from slipstream.train.algorithms import ALGORITHMS
+from slipstream.train.trainer import Trainer
+from slipstream.types import Prompt, Rollout, SamplingParams, TrainSample
+
+SaveCheckpoint = Callable[[int, dict[str, Any]], None]
+
+
+class LocalWorld:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        engine: Engine,
+        trainer: Trainer,
+        desk: RolloutDesk,
+        prompts: Sequence[Prompt],
+        eval_sets: Mapping[str, Sequence[Prompt]],
+        stop_token_ids: tuple[int, ...],
+        store: RunStore,
+        log: MetricLog,
+        console: Console,
+        save_checkpoint: SaveCheckpoint,
+        row: dict[str, float],
+        stop_reason: Callable[[], str | None],
+    ) -> None:
+        """`row`: metrics of the current step that are known already (warm start, or a step that a stop cut short).
+        `stop_reason`: not None once somebody wants the run to end with a checkpoint."""
+        self._config = config
+        self._engine, self._trainer, self._desk = engine, trainer, desk
+        self._prompts, self._eval_sets = prompts, eval_sets
+        self._order = PromptOrder(len(prompts), config.seed)
+        self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
+        self._store, self._log, self._console = store, log, console
+        self._save_checkpoint = save_checkpoint
+        self._row = row
+        self._groups: dict[int, GradedGroup] = {}
+        self._step_began_s: float | None = None
+        self._rollout_bar: tuple[ExitStack, Advance] | None = None
+        self._stop_reason = stop_reason
+
+    def perform(self, action: Action) -> list[Event]:
+        match action:
+            case Generate():
+                return self._generate(action)
+            case Train():
+                return self._train(action)
+            case PushWeights():
+                with self._timed("update_weights"):
+                    self._engine.apply_weights(named_weights(self._trainer.model), action.step)
+                return [WeightsLive(action.step)]
+            case Evaluate():
+                return self._evaluate(action)
+            case Record():
+                return self._record(action)
+            case Save():
+                self._close_rollout_bar()
+                self._save_checkpoint(action.step, self._run_state(action))
+                self._store.sync()
+                write_report(self._config.run.dir)
+                return [Saved(action.step)]
+            case Finish():
+                raise AssertionError("the driver ends the run")
+
+    def advance(self) -> list[Event]:
+        reason = self._stop_reason()
+        if reason is not None:
+            return [StopAsked(reason)]
+        facts: list[Event] = []
+        for group in self._desk.advance(self._on_finished):
+            step, position = (int(part) for part in group.name.split("/"))
+            self._groups[position] = group
+            rewards = {result.reward for result in group.scored}
+            facts.append(GroupScored(step, position, len(group.scored), len(group.unscored), len(rewards) > 1))
+        return facts
+
+    def _generate(self, action: Generate) -> list[Event]:
+        if self._step_began_s is None:
+            self._step_began_s = time.perf_counter()
+        if self._rollout_bar is None:
+            stack = ExitStack()
+            bar = self._console.phase(f"step {action.step} rollout", self._config.samples_per_step)
+            self._rollout_bar = stack, stack.enter_context(bar)
+        prompt = self._prompts[self._order.at(action.position)]
+        samples = self._config.train.samples_per_prompt
+        self._desk.ask(f"{action.step}/{action.position}", prompt, samples, self._sampling)
+        return []
+
+    def _on_finished(self, rollout: Rollout) -> None:
+        if self._rollout_bar is not None:
+            self._rollout_bar[1](1, tokens=len(rollout.token_ids))
+
+    def _close_rollout_bar(self) -> None:
+        if self._rollout_bar is not None:
+            self._rollout_bar[0].close()
+            self._rollout_bar = None
+
+    def _train(self, action: Train) -> list[Event]:
+        self._close_rollout_bar()
+        groups = [self._groups[position] for position in sorted(self._groups)]
+        self._groups = {}
+        self._store_groups(action.step, "train", "train", groups)
+        check_faults([result for group in groups for result in group.results], self._config.reward.max_fault_share)
+        self._row |= rollout_metrics(
+            [result for group in groups for result in group.scored],
+            [result for group in groups for result in group.unscored],
+            self._config.train.samples_per_prompt,
+        )
+        self._row["timing_s/gen"], self._row["timing_s/reward"] = self._desk.take_times()
+        kept = set(action.positions)
+        samples = self._samples([group for group in groups if int(group.name.split("/")[1]) in kept])
+        self._row["train/groups"] = float(len(kept))
+        if not samples:
+            self._console.note(f"step {action.step}: no group with a reward signal; the weights stay as they are")
+            return [StepTrained(action.step)]
+        num_tokens = sum(len(sample.response_ids) for sample in samples)
+        with self._timed("update_actor"), self._console.phase(f"step {action.step} training", num_tokens) as advance:
+            done = 0
+
+            def on_progress(tokens_done: int, _: int) -> None:
+                nonlocal done
+                advance(tokens_done - done)
+                done = tokens_done
+
+            self._row |= self._trainer.step(samples, on_progress)
+        return [StepTrained(action.step)]
+
+    def _samples(self, groups: Sequence[GradedGroup]) -> list[TrainSample]:
+        scored = [group.scored for group in groups]
+        rewards = [[result.reward for result in results] for results in scored]
+        advantages = ALGORITHMS[self._config.algorithm.name].advantages(rewards)
+        return [
+            TrainSample(
+                uid=result.rollout.request.uid,
+                prompt_ids=result.rollout.request.prompt_ids,
+                response_ids=result.rollout.token_ids,
+                behaviour_logprobs=result.rollout.logprobs,
+                advantage=advantage,
+            )
+            for results, group_advantages in zip(scored, advantages, strict=True)
+            for result, advantage in zip(results, group_advantages, strict=True)
+        ]
+
+    def _evaluate(self, action: Evaluate) -> list[Event]:
+        sampling = SamplingParams(
+            temperature=self._config.eval.temperature,
+            max_new_tokens=self._config.sampling.max_new_tokens,
+            stop_token_ids=self._sampling.stop_token_ids,
+        )
+        try:
+            with self._timed("eval"):
+                evaluated = evaluate_sets(
+                    self._desk,
+                    self._eval_sets,
+                    step=action.step,
+                    samples_per_prompt=self._config.eval.samples_per_prompt,
+                    sampling=sampling,
+                    max_fault_share=self._config.reward.max_fault_share,
+                    console=self._console,
+                    should_stop=lambda: self._stop_reason() is not None,
+                )
+        except Interrupted:
+            return []  # the next advance() reports the stop
+        self._desk.take_times()
+        for one in evaluated:
+            self._store_groups(action.step, "eval", one.name, one.groups)
+            self._row |= one.metrics
+        self._console.eval_line(action.step, self._row)
+        return [Evaluated(action.step)]
+
+    def _record(self, action: Record) -> list[Event]:
+        if self._step_began_s is not None:
+            step_s = time.perf_counter() - self._step_began_s
+            self._row["timing_s/step"] = step_s
+            self._row["perf/throughput"] = self._row.get("rollout/tokens", 0.0) / step_s
+            gen_s = self._row.get("timing_s/gen", 0.0)
+            if gen_s > 0:
+                self._row["rollout/tokens_per_s"] = self._row["rollout/tokens"] / gen_s
+            self._step_began_s = None
+        self._store.add_metrics(action.step, self._row)
+        self._log.write(action.step, self._row)
+        if action.step > 0:
+            self._console.step_line(action.step, self._row)
+        self._row = {}
+        return []
+
+    def _store_groups(self, step: int, kind: RolloutKind, set_name: str, groups: Sequence[GradedGroup]) -> None:
+        asked = {
+            group.name: (group.prompt.key, "\n".join(message["content"] for message in group.prompt.problem.messages))
+            for group in groups
+        }
+        results = [result for group in groups for result in group.results]
+        self._store.add_rollouts(step, kind, set_name, asked, results)
+
+    def _run_state(self, action: Save) -> dict[str, Any]:
+        return {"position": action.position, "concluded": action.concluded, "row": self._row}
+
+    def _timed(self, phase: str) -> _Timer:
+        return _Timer(self._row, f"timing_s/{phase}")
+
+
+class _Timer:
+    """Adds the seconds of a with-block to one metric."""
+
+    def __init__(self, row: dict[str, float], name: str) -> None:
+        self._row, self._name = row, name
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._row[self._name] = self._row.get(self._name, 0.0) + time.perf_counter() - self._started

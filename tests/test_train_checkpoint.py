@@ -140,7 +140,7 @@ def test_damage_is_named_and_others_are_offered(tmp_path: Path, name: str, damag
         (path / name).write_bytes(content if damage == "flip" else content[:10])
     with pytest.raises(ValueError, match=complaint) as caught:
         load_checkpoint(path)
-    assert f"--resume {other}" in str(caught.value) and str(path) in str(caught.value)
+    assert f"--resume-from {other}" in str(caught.value) and str(path) in str(caught.value)
     (other / "trainer.pt").unlink()
     with pytest.raises(ValueError, match="no other intact checkpoint"):
         load_checkpoint(path)

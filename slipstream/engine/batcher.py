@@ -79,6 +79,8 @@ class StepPlan:
     copies: tuple[tuple[int, int, int], ...]
     """(from page, to page, tokens) to do before the forward."""
     rows: tuple[Row, ...]
+    num_decode_rows: int
+    """The first rows decode, one token each; the others prefill."""
 
     @property
     def num_tokens(self) -> int:
@@ -112,18 +114,13 @@ class Batcher:
         """One group: requests with the same prompt."""
         prompt_ids = requests[0].prompt_ids
         assert all(request.prompt_ids == prompt_ids for request in requests), "a group shares its prompt"
-        longest = max(request.sampling.max_new_tokens for request in requests)
-        if not prompt_ids:
-            raise ValueError(f"request {requests[0].uid}: the prompt is empty")
-        if len(prompt_ids) + longest > self.page_tokens:
-            raise ValueError(
-                f"request {requests[0].uid}: prompt of {len(prompt_ids)} tokens + {longest} new tokens exceed the "
-                f"engine's {self.page_tokens} tokens a sequence; raise engine.max_prompt_tokens or shorten the prompt"
-            )
+        for request in requests:
+            self._check_fits(request)
         self._waiting.append(Group(prompt_ids, [Running(request) for request in requests]))
 
     def submit_partial(self, partial: PartialRollout) -> None:
         """Go on with a sequence that another engine began."""
+        self._check_fits(partial.request)
         sequence = Running(
             partial.request, list(partial.token_ids), list(partial.logprobs), first_version=partial.first_version
         )
@@ -150,9 +147,9 @@ class Batcher:
             sequence = entry[1]
             assert sequence.page is not None
             rows.append(Row(sequence.page, sequence.position - 1, sequence.token_ids[-1:], (sequence,)))
-        budget -= len(rows)
-        rows += self._prefill_rows(budget)
-        return StepPlan(tuple(copies), tuple(rows))
+        num_decode_rows = len(rows)
+        rows += self._prefill_rows(budget - num_decode_rows)
+        return StepPlan(tuple(copies), tuple(rows), num_decode_rows)
 
     def commit(self, plan: StepPlan, sampled: Sequence[tuple[int, float]], version: int) -> list[Rollout]:
         """Take in the sampled (token, logprob) pairs, in the order of the plan's samplers; give back what has ended."""
@@ -178,6 +175,16 @@ class Batcher:
             assert sequence.finish_reason is not None
             finished.append(_rollout(sequence, sequence.finish_reason, version))
         return finished
+
+    def _check_fits(self, request: Request) -> None:
+        num_prompt, num_new = len(request.prompt_ids), request.sampling.max_new_tokens
+        if num_prompt == 0:
+            raise ValueError(f"request {request.uid}: the prompt is empty")
+        if num_prompt + num_new > self.page_tokens:
+            raise ValueError(
+                f"request {request.uid}: prompt of {num_prompt} tokens + {num_new} new tokens exceed the engine's "
+                f"{self.page_tokens} tokens a sequence; raise engine.max_prompt_tokens or shorten the prompt"
+            )
 
     def _prefill_rows(self, budget: int) -> Iterator[Row]:
         while self._waiting and self.pool.num_free > 0:

@@ -65,7 +65,7 @@ class Engine:
         finished = self._batcher.commit(plan, sampled, self._version.number)
         self._num_forwards += 1
         self._decode_tokens += len(sampled)
-        self._prefill_tokens += plan.num_tokens - sum(len(row.token_ids) == 1 for row in plan.rows)
+        self._prefill_tokens += plan.num_tokens - plan.num_decode_rows
         self._forward_s += time.perf_counter() - started
         return finished
 

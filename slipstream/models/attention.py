@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -72,6 +74,9 @@ def _registered(
     return _current[-1].attend(layer, query_THD, key_TKD, value_TKD, form).unsqueeze(0), None
 
 
+# cuDNN builds a plan for every new shape, and every document and every decode step is a new shape here: ten times slower.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 # No mask function is registered under this name on purpose: Hugging Face then builds no mask at all.
 AttentionInterface.register(ATTENTION_NAME, _registered)
 
@@ -83,9 +88,36 @@ class Documents:
     lengths: Sequence[int]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        if query.device.type == "cuda" and half and form.softcap is None and form.sinks_H is None:
+            return self._attend_at_once(query, key, value, form)
+        return self.attend_one_by_one(query, key, value, form)
+
+    def attend_one_by_one(self, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+        """The plain twin: a call for each document."""
         # split, not slices: the backward of a slice is a gradient of the whole packed tensor for each document.
         documents = zip(*(tensor.split(list(self.lengths)) for tensor in (query, key, value)), strict=True)
         return torch.cat([attend_causally(q, k, v, form) for q, k, v in documents])
+
+    def _attend_at_once(self, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+        """All documents in one flash kernel, which exists for 16-bit numbers on CUDA."""
+        ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=query.device)
+        longest = max(self.lengths)
+        group = query.shape[1] // key.shape[1]
+        window = -1 if form.sliding_window is None else form.sliding_window - 1
+        out = varlen_attn(
+            query.contiguous(),
+            key.repeat_interleave(group, 1),  # older torch has no enable_gqa here
+            value.repeat_interleave(group, 1),
+            ends,
+            ends,
+            longest,
+            longest,
+            scale=form.scaling,
+            window_size=(window, 0),
+        )
+        assert isinstance(out, Tensor)
+        return out
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:

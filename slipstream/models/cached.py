@@ -134,6 +134,8 @@ class CachedRows:
         if window not in self._masks:
             page_R, position_R = self.page_T[self._single], self.position_T[self._single]
             longest = 1 + max(start for _, start, length in self.rows if length == 1)
+            # The memory-efficient kernel wants an aligned mask; keys past a row's own position are masked anyway.
+            longest = min(-(-longest // 64) * 64, self.pages.page_tokens)
             own_P = torch.zeros(self.pages.num_pages + 1, dtype=torch.long, device=page_R.device)
             own_P[page_R] = position_R
             at_key = torch.arange(longest, device=page_R.device)

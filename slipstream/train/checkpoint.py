@@ -102,7 +102,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if problem is not None:
         others = [other for _, other in _step_folders(path.parent) if other != path and find_damage(other) is None]
         advice = (
-            "resume from another one: " + " or ".join(f"--resume {other}" for other in others)
+            "resume from another one: " + " or ".join(f"--resume-from {other}" for other in others)
             if others
             else f"no other intact checkpoint is in {path.parent}; start anew in another run.dir"
         )

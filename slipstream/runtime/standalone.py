@@ -1,0 +1,76 @@
+"""`slipstream eval`: evaluation of a checkpoint or a model outside a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from slipstream.config import Config, load_config
+from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.rendering import render_prompts, stop_token_ids
+from slipstream.observe.console import Console
+from slipstream.runtime.evaluation import evaluate_sets
+from slipstream.runtime.local import build_engine, check_length, choose_device, load_eval_problems
+from slipstream.runtime.rollouts import RolloutDesk
+from slipstream.tasks.grading import Grader
+from slipstream.train.checkpoint import find_damage, latest_checkpoint
+from slipstream.types import SamplingParams
+
+
+def evaluate_target(target: Path, overrides: Sequence[str], *, quiet: bool = False) -> dict[str, float]:
+    """Metrics of all evaluation sets for a run's latest checkpoint, a given checkpoint, or a recipe's own model."""
+    config, model_name = _resolve(target, overrides)
+    if not config.tasks.eval:
+        raise ValueError("there is no evaluation set: add one, e.g. tasks.eval.heldout={source: gcd, size: 100, seed: 2}")
+    device = choose_device(config.device)
+    tokenizer = load_tokenizer(model_name)
+    problems = load_eval_problems(config)
+    sets = {name: render_prompts(tokenizer, items, config.engine.max_prompt_tokens) for name, items in problems.items()}
+    with (
+        Grader(config.reward, [problem for items in problems.values() for problem in items]) as grader,
+        Console(1, quiet=quiet) as console,
+    ):
+        model = load_model(model_name, dtype=torch.float32, device=device, seed=config.seed)
+        check_length(config, model)
+        console.start_run([f"evaluating {model_name} on {', '.join(sets)} ({device})"])
+        evaluated = evaluate_sets(
+            RolloutDesk(build_engine(config, model, device), grader, tokenizer, config.seed),
+            sets,
+            step=0,
+            samples_per_prompt=config.eval.samples_per_prompt,
+            sampling=SamplingParams(
+                temperature=config.eval.temperature,
+                max_new_tokens=config.sampling.max_new_tokens,
+                stop_token_ids=stop_token_ids(model, tokenizer),
+            ),
+            max_fault_share=config.reward.max_fault_share,
+            console=console,
+            should_stop=lambda: False,
+        )
+    return {name: value for one in evaluated for name, value in one.metrics.items()}
+
+
+def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Config, str]:
+    if target.is_file():
+        config = load_config(target, overrides)
+        return config, config.model
+    if not target.is_dir():
+        raise ValueError(f"no run, checkpoint or recipe at {target}")
+    if (target / "config.yaml").is_file():
+        checkpoint = latest_checkpoint(target)
+        if checkpoint is None:
+            raise ValueError(f"{target} has no checkpoint yet")
+        run_dir = target
+    else:
+        checkpoint, run_dir = target, target.parent.parent
+        if not (run_dir / "config.yaml").is_file():
+            raise ValueError(
+                f"{target} is neither a run folder (with config.yaml) nor a checkpoint of one; to evaluate a model "
+                f"folder give a recipe: slipstream eval recipes/x.yaml model={target}"
+            )
+    damage = find_damage(checkpoint)
+    if damage is not None:
+        raise ValueError(f"checkpoint {checkpoint} cannot be used: {damage}")
+    return load_config(run_dir / "config.yaml", overrides), str(checkpoint)

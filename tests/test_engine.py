@@ -1,0 +1,240 @@
+"""One replica: a rollout is a function of (weights, prompt, seed, sampling) alone, and the books add up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, group, small_llama
+
+from slipstream.engine.engine import Engine
+from slipstream.models.loading import load_model
+from slipstream.models.packed import document_hidden
+from slipstream.models.weights import named_weights
+from slipstream.train.loss import logprobs_and_entropy
+from slipstream.types import Request, Rollout
+
+PROMPTS = [tuple(3 + (place * (number + 5)) % 90 for place in range(1 + number * 5 % 23)) for number in range(16)]
+PROMPT = PROMPTS[3]
+
+
+def build_engine(seed: int = 0, *, max_sequences: int = 8, max_length: int = 64, **kwargs: Any) -> Engine:
+    return Engine(small_llama(seed, **kwargs), max_sequences=max_sequences, max_length=max_length)
+
+
+def run(engine: Engine, groups: Iterable[Sequence[Request]]) -> dict[str, Rollout]:
+    for requests in groups:
+        engine.submit(requests)
+    return finish(engine)
+
+
+def finish(engine: Engine) -> dict[str, Rollout]:
+    rollouts: dict[str, Rollout] = {}
+    while engine.has_work:
+        for rollout in engine.step():
+            assert rollout.request.uid not in rollouts
+            rollouts[rollout.request.uid] = rollout
+    return rollouts
+
+
+def company(num_groups: int, size: int, **sampling: Any) -> list[list[Request]]:
+    return [group(f"other{number}", PROMPTS[number % 16], size, **sampling) for number in range(num_groups)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_sequences", [1, 5, 40])
+def test_a_rollout_alone_and_among_31_others_is_the_same(dtype: torch.dtype, max_sequences: int) -> None:
+    """Tokens and log-probabilities, to the bit."""
+    mine, cut = group("mine", PROMPT, 1), group("cut", PROMPTS[7], 1, top_k=3)
+    alone = run(build_engine(dtype=dtype), [mine])
+    among = run(build_engine(dtype=dtype, max_sequences=max_sequences), [*company(15, 2), mine, cut])
+    assert len(among) == 32 and among["mine/0"] == alone["mine/0"]
+
+
+def test_a_rollout_of_the_quickstart_model_is_the_same_alone_and_among_others() -> None:
+    model = load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
+    mine = group("mine", PROMPT, 2, max_new_tokens=20)
+    alone = run(Engine(model, max_sequences=4, max_length=64), [mine])
+    among = run(Engine(model, max_sequences=40, max_length=64), [*company(6, 5, max_new_tokens=20), mine])
+    assert all(among[uid] == alone[uid] for uid in alone)
+
+
+def test_weights_prompt_seed_and_sampling_each_matter() -> None:
+    base = run(build_engine(), [group("g", PROMPT, 1)])["g/0"].token_ids
+    assert run(build_engine(seed=1), [group("g", PROMPT, 1)])["g/0"].token_ids != base
+    assert run(build_engine(), [group("g", PROMPT[1:], 1)])["g/0"].token_ids != base
+    assert run(build_engine(), [group("g", PROMPT, 1, seed=1)])["g/0"].token_ids != base
+    assert run(build_engine(), [group("g", PROMPT, 1, temperature=0.3)])["g/0"].token_ids != base
+
+
+def test_a_group_larger_than_the_pages_gives_what_a_roomy_engine_gives() -> None:
+    requests = group("g", PROMPT, 12)
+    roomy = run(build_engine(max_sequences=12), [requests])
+    for pages in (1, 2, 5):
+        assert run(build_engine(max_sequences=pages), [requests]) == roomy
+    assert len({rollout.token_ids for rollout in roomy.values()}) == 12, "samples differ"
+
+
+def test_more_sequences_than_step_tokens_give_what_a_few_give() -> None:
+    requests = [group(f"g{number}", PROMPTS[number % 16], 5, max_new_tokens=4) for number in range(30)]
+    engine = build_engine(max_sequences=150)
+    assert run(engine, requests) == run(build_engine(max_sequences=16), requests)
+
+
+def test_a_prompt_longer_than_a_step_is_prefilled_in_chunks() -> None:
+    prompt = tuple(3 + place % 90 for place in range(300))
+    alone = run(build_engine(max_length=320), [group("g", prompt, 2)])
+    among = run(build_engine(max_length=320), [*company(4, 2), group("g", prompt, 2)])
+    assert all(among[uid] == alone[uid] for uid in alone)
+
+
+def test_a_stop_token_ends_a_rollout_and_is_its_last_token() -> None:
+    free = run(build_engine(), [group("g", PROMPT, 6)])
+    stops = (free["g/0"].token_ids[3], free["g/1"].token_ids[0])
+    stopped = run(build_engine(), [group("g", PROMPT, 6, stop_token_ids=stops)])
+    for uid, rollout in stopped.items():
+        whole = free[uid].token_ids
+        places = [place for place, token in enumerate(whole) if token in stops]
+        assert rollout.token_ids == (whole[: places[0] + 1] if places else whole)
+        assert rollout.finish_reason == ("stop" if places else "length")
+        assert len(rollout.logprobs) == len(rollout.token_ids)
+
+
+def test_the_length_limit_ends_a_rollout_even_at_the_last_place_of_its_page() -> None:
+    engine = build_engine(max_length=len(PROMPT) + 7)
+    rollouts = run(engine, [group("g", PROMPT, 3, max_new_tokens=7), group("h", PROMPT, 3, max_new_tokens=1)])
+    assert {uid: len(rollout.token_ids) for uid, rollout in rollouts.items() if uid[0] == "g"} == dict.fromkeys(
+        ("g/0", "g/1", "g/2"), 7
+    )
+    assert all(len(rollouts[f"h/{n}"].token_ids) == 1 for n in range(3))
+    assert {rollout.finish_reason for rollout in rollouts.values()} == {"length"}
+
+
+def test_a_prompt_that_is_too_long_is_refused_by_name() -> None:
+    engine = build_engine(max_length=20)
+    with pytest.raises(ValueError, match=r"request g/0: prompt of 15 tokens \+ 12 new tokens exceed the engine's 20"):
+        engine.submit(group("g", (5,) * 15, 1))
+    assert not engine.has_work
+
+
+def test_a_paused_engine_stands_still_and_goes_on_unchanged() -> None:
+    requests = group("g", PROMPT, 3)
+    engine = build_engine()
+    engine.submit(requests)
+    engine.step()
+    engine.pause()
+    before = engine.facts()
+    assert engine.step() == [] and engine.facts() == before and before.paused
+    engine.resume()
+    assert finish(engine) == run(build_engine(), [requests])
+
+
+def test_new_weights_are_written_in_place_and_numbered() -> None:
+    engine, other = build_engine(0), small_llama(1)
+    storage = {name: tensor.data_ptr() for name, tensor in named_weights(engine.model)}
+    before = engine.facts().version
+    version = engine.apply_weights(named_weights(other), 5)
+    assert {name: tensor.data_ptr() for name, tensor in named_weights(engine.model)} == storage
+    assert version == engine.facts().version and version.number == 5 and version.digest != before.digest
+    assert version.digest == build_engine(1).facts().version.digest, "the digest is of the content"
+    assert [r.token_ids for r in run(engine, [group("g", PROMPT, 2)]).values()] == [
+        r.token_ids for r in run(build_engine(1), [group("g", PROMPT, 2)]).values()
+    ]
+
+
+def test_a_rollout_records_the_versions_of_its_first_and_last_token() -> None:
+    engine = build_engine()
+    engine.apply_weights(list(named_weights(small_llama(0))), 3)
+    engine.submit(group("g", PROMPT, 1))
+    for _ in range(4):
+        engine.step()
+    engine.apply_weights(named_weights(small_llama(1)), 4)
+    engine.submit(group("h", PROMPT, 1))
+    rollouts = finish(engine)
+    old = run(build_engine(0), [group("g", PROMPT, 1)])["g/0"]
+    assert (rollouts["g/0"].first_version, rollouts["g/0"].last_version) == (3, 4)
+    assert (rollouts["h/0"].first_version, rollouts["h/0"].last_version) == (4, 4)
+    assert rollouts["g/0"].token_ids[:4] == old.token_ids[:4] and rollouts["g/0"].token_ids != old.token_ids
+
+
+@pytest.mark.parametrize("weights", ["missing", "wrong shape", "unknown"])
+def test_weights_that_do_not_fit_are_refused(weights: str) -> None:
+    whole = dict(named_weights(small_llama(1)))
+    name = next(iter(whole))
+    changed = {
+        "missing": {key: tensor for key, tensor in whole.items() if key != name},
+        "wrong shape": whole | {name: torch.zeros(3)},
+        "unknown": whole | {"model.extra": torch.zeros(3)},
+    }[weights]
+    with pytest.raises(ValueError, match="weight"):
+        build_engine().apply_weights(changed.items(), 1)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 7])
+def test_a_sequence_moved_to_another_engine_ends_as_if_it_had_stayed(steps: int) -> None:
+    requests = group("g", PROMPT, 3)
+    stayed = run(build_engine(), [requests])
+    first, second = build_engine(max_sequences=2), build_engine()
+    first.submit(requests)
+    for _ in range(steps):
+        first.step()
+    second.submit(group("other", PROMPTS[5], 4))
+    for uid in ("g/1", "g/0"):
+        second.import_sequence(first.export_sequence(uid))
+    moved = finish(first) | finish(second)
+    assert {uid: moved[uid] for uid in stayed} == stayed
+
+
+def test_a_sequence_too_long_for_the_other_engine_is_refused() -> None:
+    first = build_engine()
+    first.submit(group("g", PROMPT, 1))
+    with pytest.raises(ValueError, match="g/0"):
+        build_engine(max_length=8).import_sequence(first.export_sequence("g/0"))
+
+
+def test_facts_add_up_and_every_prompt_is_prefilled_once() -> None:
+    """Prompts of 1 token, and one whose last chunk is a single token, count like any other."""
+    prompts = [*PROMPTS, (7,), tuple(3 + place % 90 for place in range(129))]
+    groups = [group(f"g{number}", prompt, 4) for number, prompt in enumerate(prompts)]
+    engine = build_engine(max_sequences=6, max_length=160)
+    started = time.perf_counter()
+    rollouts = run(engine, groups)
+    facts = engine.facts()
+    assert facts.prefill_tokens == sum(len(prompt) for prompt in prompts)
+    assert facts.decode_tokens == sum(len(rollout.token_ids) for rollout in rollouts.values())
+    assert (facts.num_running, facts.num_waiting, facts.num_free_pages, facts.num_pages) == (0, 0, 6, 6)
+    assert 0 < facts.forward_s < time.perf_counter() - started and facts.num_forwards > 0
+
+
+def test_facts_of_a_busy_engine() -> None:
+    engine = build_engine(max_sequences=3)
+    engine.submit(group("g", PROMPT, 5))
+    assert (engine.facts().num_running, engine.facts().num_waiting) == (0, 5)
+    engine.step()
+    engine.step()
+    facts = engine.facts()
+    assert (facts.num_running, facts.num_waiting, facts.num_free_pages, facts.num_forwards) == (3, 2, 0, 2)
+    assert engine.has_work
+
+
+def test_an_idle_engine_does_nothing() -> None:
+    engine = build_engine()
+    assert not engine.has_work and engine.step() == [] and engine.facts().num_forwards == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_engines_log_probabilities_are_the_trainers(temperature: float) -> None:
+    engine = build_engine()
+    rollouts = run(engine, [group(f"g{n}", PROMPTS[n], 2, temperature=temperature, top_k=20) for n in range(4)]).values()
+    documents = [(*r.request.prompt_ids, *r.token_ids) for r in rollouts]
+    lengths = [len(document) for document in documents]
+    with torch.no_grad():
+        hidden = document_hidden(engine.model, torch.tensor([token for d in documents for token in d]), lengths)
+        for rollout, states in zip(rollouts, hidden.split(lengths), strict=True):
+            predicting = states[len(rollout.request.prompt_ids) - 1 : -1]
+            trained, _ = logprobs_and_entropy(engine.model, predicting, torch.tensor(rollout.token_ids), temperature, 8)
+            torch.testing.assert_close(trained, torch.tensor(rollout.logprobs), rtol=0, atol=1e-4)
+            assert max(rollout.token_ids) < VOCABULARY

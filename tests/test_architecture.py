@@ -40,8 +40,7 @@ PURE = {
         f"slipstream.tasks.{name}" for name in ("procedural", "rows", "sources", "verifiers", "rewards", "grading")
     ],
     "observe": [
-        f"slipstream.observe.{name}"
-        for name in ("metrics", "console", "figures", "loggers", "page", "report", "store")
+        f"slipstream.observe.{name}" for name in ("metrics", "console", "figures", "loggers", "page", "report", "store")
     ],
     "driver": ["slipstream.runtime.driver"],
     "cli": ["slipstream.cli"],
@@ -69,7 +68,9 @@ def imported_modules(source: str, module: str) -> list[tuple[int, str]]:
                 base = ".".join([*package, *([base] if base else [])])
             if base == "slipstream":  # `from slipstream import engine` names a room, `import train` the public API
                 names = [f"slipstream.{alias.name}" for alias in node.names if alias.name in MAY_IMPORT]
-                public = [alias.name for alias in node.names if (room := alias.name) not in MAY_IMPORT or room == "train"]
+                public = [
+                    alias.name for alias in node.names if (room := alias.name) not in MAY_IMPORT or room == "train"
+                ]
                 found += [(node.lineno, name) for name in names] + [(node.lineno, base)] * bool(public and not names)
             else:
                 found.append((node.lineno, base))
@@ -134,7 +135,10 @@ def test_the_checker_flags_a_planted_import(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("slipstream.train.trainer", "from slipstream.models.packed import head_logits\nimport torch"),
-        ("slipstream.engine.engine", "from slipstream.engine import batcher\nfrom . import pages\nfrom .pages import PagePool"),
+        (
+            "slipstream.engine.engine",
+            "from slipstream.engine import batcher\nfrom . import pages\nfrom .pages import PagePool",
+        ),
         ("slipstream.cli", "from slipstream import load_config\nfrom slipstream.runtime.local import run_training"),
     ],
 )

@@ -119,7 +119,12 @@ def test_overrides_in_all_three_spellings(tmp_path: Path, words: list[str]) -> N
 
 
 def test_override_values_are_yaml(tmp_path: Path) -> None:
-    overrides = ["train.betas=[0.8, 0.9]", "train.lr=1e-4", "algorithm.dynamic_sampling=true", "tasks.train=[{source: a=b}]"]
+    overrides = [
+        "train.betas=[0.8, 0.9]",
+        "train.lr=1e-4",
+        "algorithm.dynamic_sampling=true",
+        "tasks.train=[{source: a=b}]",
+    ]
     config = load_config(write(tmp_path, "x.yaml", tree()), overrides)
     assert config.train.betas == (0.8, 0.9) and config.train.lr == 1e-4 and config.algorithm.dynamic_sampling
     assert config.tasks.train[0].source == "a=b"
@@ -182,9 +187,7 @@ def unread_fields(read: set[str]) -> list[str]:
     return [
         path
         for path in every
-        if path not in sections
-        and path.rpartition(".")[2] not in read
-        and path.rpartition(".")[0] not in READ_WHOLE
+        if path not in sections and path.rpartition(".")[2] not in read and path.rpartition(".")[0] not in READ_WHOLE
     ]
 
 
@@ -235,7 +238,9 @@ def test_the_bound_on_micro_batches_holds_when_they_cannot_be_full() -> None:
 
 
 def test_configs_load_without_torch() -> None:
-    script = f"import sys; sys.modules['torch'] = None\nfrom slipstream import load_config\nload_config({str(RECIPES[0])!r})"
+    script = (
+        f"import sys; sys.modules['torch'] = None\nfrom slipstream import load_config\nload_config({str(RECIPES[0])!r})"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 

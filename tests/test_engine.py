@@ -10,7 +10,9 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, group, small_llama
 
+from slipstream.engine import engine as engine_module
 from slipstream.engine.engine import Engine
+from slipstream.engine.sampling import sample
 from slipstream.models.loading import load_model
 from slipstream.models.packed import document_hidden
 from slipstream.models.weights import named_weights
@@ -44,7 +46,8 @@ def company(num_groups: int, size: int, **sampling: Any) -> list[list[Request]]:
     return [group(f"other{number}", PROMPTS[number % 16], size, **sampling) for number in range(num_groups)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # bfloat16 on a processor without it
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("max_sequences", [1, 5, 40])
 def test_a_rollout_alone_and_among_31_others_is_the_same(dtype: torch.dtype, max_sequences: int) -> None:
     """Tokens and log-probabilities, to the bit."""
@@ -56,10 +59,19 @@ def test_a_rollout_alone_and_among_31_others_is_the_same(dtype: torch.dtype, max
 
 def test_a_rollout_of_the_quickstart_model_is_the_same_alone_and_among_others() -> None:
     model = load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
-    mine = group("mine", PROMPT, 2, max_new_tokens=20)
+    mine = group("mine", PROMPT, 2, max_new_tokens=8)
     alone = run(Engine(model, max_sequences=4, max_length=64), [mine])
-    among = run(Engine(model, max_sequences=40, max_length=64), [*company(6, 5, max_new_tokens=20), mine])
-    assert all(among[uid] == alone[uid] for uid in alone)
+    for num_groups, max_sequences in ((6, 20), (28, 150)):  # steps of some 20 tokens, and of the full 128
+        engine = Engine(model, max_sequences=max_sequences, max_length=64)
+        among = run(engine, [*company(num_groups, 5, max_new_tokens=8), mine])
+        assert all(among[uid] == alone[uid] for uid in alone)
+
+
+def test_noise_that_depends_on_the_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "sample", lambda logits, seeds, *rest: sample(logits, range(len(seeds)), *rest))
+    mine = group("mine", PROMPT, 1)
+    alone, among = run(build_engine(), [mine]), run(build_engine(), [*company(3, 2), mine])
+    assert among["mine/0"] != alone["mine/0"]
 
 
 def test_weights_prompt_seed_and_sampling_each_matter() -> None:
@@ -228,7 +240,9 @@ def test_an_idle_engine_does_nothing() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_the_engines_log_probabilities_are_the_trainers(temperature: float) -> None:
     engine = build_engine()
-    rollouts = run(engine, [group(f"g{n}", PROMPTS[n], 2, temperature=temperature, top_k=20) for n in range(4)]).values()
+    rollouts = run(
+        engine, [group(f"g{n}", PROMPTS[n], 2, temperature=temperature, top_k=20) for n in range(4)]
+    ).values()
     documents = [(*r.request.prompt_ids, *r.token_ids) for r in rollouts]
     lengths = [len(document) for document in documents]
     with torch.no_grad():

@@ -81,7 +81,9 @@ class Bench:
                 self.prefilled += len(row.token_ids)
             for sequence in row.samplers:
                 known = [*sequence.request.prompt_ids, *sequence.token_ids]
-                assert self.pages[row.page][: len(known)] == known, "a sequence samples from its own tokens, all of them"
+                assert self.pages[row.page][: len(known)] == known, (
+                    "a sequence samples from its own tokens, all of them"
+                )
                 assert row.start + len(row.token_ids) == len(known)
                 draws.append((drawn(sequence.request, len(sequence.token_ids)), float(sequence.position)))
         self.version += 1
@@ -146,7 +148,9 @@ ACTS = st.one_of(
 
 @settings(max_examples=250, deadline=None)
 @given(BUDGETS, st.lists(ACTS, max_size=40))
-def test_sequences_may_leave_and_come_back_at_any_time(budgets: tuple[int, int], acts: list[tuple[str, object]]) -> None:
+def test_sequences_may_leave_and_come_back_at_any_time(
+    budgets: tuple[int, int], acts: list[tuple[str, object]]
+) -> None:
     bench, submitted = Bench(*budgets), set()
     for number, (act, detail) in enumerate(acts):
         if act == "submit":
@@ -195,7 +199,9 @@ def test_prompts_are_prefilled_in_order_of_arrival_and_in_chunks() -> None:
     assert [len(row.samplers) for row in second.rows] == [1, 0]
 
 
-@pytest.mark.parametrize(("prompt", "words"), [((), "prompt is empty"), ((1,) * 30, "prompt of 30 tokens \\+ 11 new tokens")])
+@pytest.mark.parametrize(
+    ("prompt", "words"), [((), "prompt is empty"), ((1,) * 30, "prompt of 30 tokens \\+ 11 new tokens")]
+)
 def test_a_request_that_cannot_fit_is_refused_by_name(prompt: tuple[int, ...], words: str) -> None:
     batcher = Batcher(PagePool(1), 8, PAGE_TOKENS)
     with pytest.raises(ValueError, match=f"request r: .*{words}"):

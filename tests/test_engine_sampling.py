@@ -186,4 +186,7 @@ def test_a_row_does_not_depend_on_the_other_rows() -> None:
     params, seeds = [choices[row % 6] for row in range(40)], seeds_for(40)
     tokens, logprobs = sample(logits, seeds, range(40), params)
     for row in range(40):
-        assert sample(logits[row : row + 1], seeds[row : row + 1], [row], [params[row]]) == ([tokens[row]], [logprobs[row]])
+        assert sample(logits[row : row + 1], seeds[row : row + 1], [row], [params[row]]) == (
+            [tokens[row]],
+            [logprobs[row]],
+        )

@@ -91,7 +91,9 @@ def world(action: Action, differ: Sequence[bool] = ()) -> list[Event]:
             return []
 
 
-def play(config: Config, first: Event = NEW, *, position: int = 0, stop_before: int = -1, differ: Sequence[bool] = ()) -> list[Action]:
+def play(
+    config: Config, first: Event = NEW, *, position: int = 0, stop_before: int = -1, differ: Sequence[bool] = ()
+) -> list[Action]:
     """Drive a run to its end; `stop_before`: ask to stop before the n-th event is told. All actions, in order."""
     scheduler, inbox, done = Scheduler(config, position=position), [first], []
     for number in range(500):
@@ -226,7 +228,11 @@ STOPS: dict[str, tuple[list[Event], list[Action], list[tuple[Event, list[Action]
     "during training": (
         [*BEGUN, *GROUPS],
         [],
-        [(StepTrained(1), [PushWeights(1)]), (WeightsLive(1), [Record(1), Save(1, 3, True)]), (Saved(1), [Finish("tired")])],
+        [
+            (StepTrained(1), [PushWeights(1)]),
+            (WeightsLive(1), [Record(1), Save(1, 3, True)]),
+            (Saved(1), [Finish("tired")]),
+        ],
     ),
     "while weights are pushed": (
         [*BEGUN, *GROUPS, StepTrained(1)],

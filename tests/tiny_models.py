@@ -63,7 +63,9 @@ def build_family(family: str, attention: str) -> PreTrainedModel:
     return model.eval()
 
 
-def small_llama(seed: int = 0, *, dtype: torch.dtype = torch.float32, attention: str = ATTENTION_NAME) -> LlamaForCausalLM:
+def small_llama(
+    seed: int = 0, *, dtype: torch.dtype = torch.float32, attention: str = ATTENTION_NAME
+) -> LlamaForCausalLM:
     """Two layers, 97 tokens: an engine step takes milliseconds."""
     torch.manual_seed(seed)
     config = LlamaConfig(**COMMON | {"num_hidden_layers": 2, "initializer_range": 0.3, "max_position_embeddings": 512})

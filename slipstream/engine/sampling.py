@@ -48,7 +48,9 @@ def pick_on_cpu(logprobs_NV: Tensor, seeds: Sequence[int], positions: Sequence[i
     """The same tokens, without computing noise that cannot win."""
     keys_N2 = np.array([row_keys(s, p) for s, p in zip(seeds, positions, strict=True)], np.uint32)
     tokens_N = np.empty(len(seeds), np.int64)
-    _race(logprobs_NV.contiguous().numpy(), logprobs_NV.exp().numpy(), logprobs_NV.argmax(-1).numpy(), keys_N2, tokens_N)
+    _race(
+        logprobs_NV.contiguous().numpy(), logprobs_NV.exp().numpy(), logprobs_NV.argmax(-1).numpy(), keys_N2, tokens_N
+    )
     return torch.from_numpy(tokens_N)
 
 

@@ -34,28 +34,13 @@ def evaluate_sets(
     console: Console,
     should_stop: Callable[[], bool],
 ) -> list[EvaluatedSet]:
-    """One set after the other; Interrupted if should_stop says so on the way."""
-    return [
-        _evaluate(desk, name, prompts, step, samples_per_prompt, sampling, max_fault_share, console, should_stop)
-        for name, prompts in sets.items()
-    ]
-
-
-def _evaluate(
-    desk: RolloutDesk,
-    name: str,
-    prompts: Sequence[Prompt],
-    step: int,
-    samples_per_prompt: int,
-    sampling: SamplingParams,
-    max_fault_share: float,
-    console: Console,
-    should_stop: Callable[[], bool],
-) -> EvaluatedSet:
-    for number, prompt in enumerate(prompts):
-        desk.ask(f"eval/{name}/{step}/{number}", prompt, samples_per_prompt, sampling)
-    groups: dict[str, GradedGroup] = {}
-    with console.phase(f"eval {name}", len(prompts) * samples_per_prompt) as advance:
+    """All sets together, so that there is one long tail and not one a set. Interrupted if should_stop says so."""
+    for name, prompts in sets.items():
+        for number, prompt in enumerate(prompts):
+            desk.ask(_group_name(name, step, number), prompt, samples_per_prompt, sampling)
+    graded: dict[str, GradedGroup] = {}
+    num_samples = samples_per_prompt * sum(len(prompts) for prompts in sets.values())
+    with console.phase("evaluation", num_samples) as advance:
 
         def on_finished(rollout: Rollout) -> None:
             advance(1, tokens=len(rollout.token_ids))
@@ -63,9 +48,19 @@ def _evaluate(
         while desk.busy:
             if should_stop():
                 raise Interrupted
-            groups |= {group.name: group for group in desk.advance(on_finished)}
-    ordered = tuple(groups[f"eval/{name}/{step}/{number}"] for number in range(len(prompts)))
-    check_faults([result for group in ordered for result in group.results], max_fault_share)
-    scored = [result for group in ordered for result in group.scored]
-    unscored = [result for group in ordered for result in group.unscored]
-    return EvaluatedSet(name, evaluation_metrics(name, scored, unscored, samples_per_prompt), ordered)
+            graded |= {group.name: group for group in desk.advance(on_finished)}
+    check_faults([result for group in graded.values() for result in group.results], max_fault_share)
+    return [
+        _summary(name, [graded[_group_name(name, step, number)] for number in range(len(prompts))], samples_per_prompt)
+        for name, prompts in sets.items()
+    ]
+
+
+def _group_name(set_name: str, step: int, number: int) -> str:
+    return f"eval/{set_name}/{step}/{number}"
+
+
+def _summary(name: str, groups: Sequence[GradedGroup], samples_per_prompt: int) -> EvaluatedSet:
+    scored = [result for group in groups for result in group.scored]
+    unscored = [result for group in groups for result in group.unscored]
+    return EvaluatedSet(name, evaluation_metrics(name, scored, unscored, samples_per_prompt), tuple(groups))

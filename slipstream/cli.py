@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 app = typer.Typer(
-    help="Train language models to reason with reinforcement learning. Start with: slipstream train recipes/quickstart.yaml",
+    help="Train language models to reason, with RL. Start with: slipstream train recipes/quickstart.yaml",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,7 +28,9 @@ _TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 def train(
     context: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="A .yaml file; those that come with Slipstream are in recipes/.")],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint, if it has one.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the run's last checkpoint, if it has one.")
+    ] = False,
     resume_from: Annotated[Path | None, typer.Option(help="Go on from this checkpoint folder.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run in run.dir first.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the settings and what follows from them.")] = False,
@@ -67,7 +69,9 @@ def train(
 @app.command("eval", context_settings=_TAKES_OVERRIDES)
 def evaluate(
     context: typer.Context,
-    target: Annotated[Path, typer.Argument(help="A run folder, a checkpoint folder, or a recipe (its model as it is).")],
+    target: Annotated[
+        Path, typer.Argument(help="A run folder, a checkpoint folder, or a recipe (its model as it is).")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Evaluate a checkpoint on the recipe's named sets: avg@k and pass@k.
@@ -87,7 +91,9 @@ def evaluate(
 
 @app.command()
 def check(
-    model: Annotated[str | None, typer.Argument(help="Also load this model and say whether the engine serves it.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Also load this model and say whether the engine serves it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what this machine can run, which extras are missing and how to get them."""

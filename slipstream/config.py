@@ -198,16 +198,17 @@ class Config(Section):
     def arithmetic(self) -> dict[str, str]:
         """The numbers that follow from the settings, in words, for --dry-run and the start of a run."""
         train, samples = self.train, self.samples_per_step
-        max_tokens = samples * self.max_length
-        micro_batches = max(train.updates_per_step, math.ceil(max_tokens / max(train.micro_batch_tokens, self.max_length)))
+        # First-fit puts at least this many of the longest sequences into a micro-batch; each update starts a new one.
+        fitting = max(1, train.micro_batch_tokens // self.max_length)
+        micro_batches = math.ceil(samples / fitting) + train.updates_per_step - 1
         waves = math.ceil(samples / self.engine.max_sequences)
         return {
             "prompts per step": f"{train.prompts_per_step}",
             "samples per step": f"{train.prompts_per_step} prompts x {train.samples_per_prompt} samples = {samples}",
             "response tokens per step": f"at most {samples} x {self.sampling.max_new_tokens} = "
             f"{samples * self.sampling.max_new_tokens:,}",
-            "sequences decoding at once": f"at most {self.engine.max_sequences} (about {waves} wave{'s' * (waves > 1)})",
-            "samples per optimizer update": f"{samples} / {train.updates_per_step} = {samples / train.updates_per_step:g}",
+            "sequences decoding at once": f"at most {self.engine.max_sequences}, so about {waves} wave(s)",
+            "samples per update": f"{samples} / {train.updates_per_step} = {samples / train.updates_per_step:g}",
             "micro-batches per step": f"at most {micro_batches} of {train.micro_batch_tokens:,} packed tokens",
             "rollouts in the whole run": f"{train.steps} steps x {samples} = {train.steps * samples:,}",
         }
@@ -297,10 +298,10 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
         dotted, separator, text = override.partition("=")
         if not separator or not dotted:
             raise ValueError(f"cannot read override {override!r}: write key=value, e.g. train.steps=20")
-        value = yaml.safe_load(text) if text else None
+        nested: Any = yaml.safe_load(text) if text else None
         for key in reversed(dotted.split(".")):
-            value = {key: value}
-        tree = _merge(tree, value)
+            nested = {key: nested}
+        tree = _merge(tree, nested)
     return tree
 
 

@@ -66,12 +66,9 @@ def imported_modules(source: str, module: str) -> list[tuple[int, str]]:
             if node.level:
                 package = module.split(".")[: -node.level]
                 base = ".".join([*package, *([base] if base else [])])
-            if base == "slipstream":  # `from slipstream import engine` names a room, `import train` the public API
-                names = [f"slipstream.{alias.name}" for alias in node.names if alias.name in MAY_IMPORT]
-                public = [
-                    alias.name for alias in node.names if (room := alias.name) not in MAY_IMPORT or room == "train"
-                ]
-                found += [(node.lineno, name) for name in names] + [(node.lineno, base)] * bool(public and not names)
+            if base == "slipstream":  # `from slipstream import engine` names a room, `import Config` the public API
+                names = [alias.name for alias in node.names]
+                found += [(node.lineno, f"{base}.{name}" if name in MAY_IMPORT else base) for name in names]
             else:
                 found.append((node.lineno, base))
     return [(line, name) for line, name in found if name.split(".")[0] == "slipstream"]

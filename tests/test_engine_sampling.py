@@ -131,8 +131,8 @@ def test_tokens_follow_softmax() -> None:
 def test_log_probabilities_are_those_of_the_scaled_distribution_before_cuts() -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 50)
-    params = [PLAIN, SamplingParams(temperature=0.5), SamplingParams(top_k=2), SamplingParams(top_p=0.3, temperature=2.0),
-              SamplingParams(min_p=0.5), SamplingParams(temperature=0.0)]  # fmt: skip
+    params = [PLAIN, SamplingParams(temperature=0.5), SamplingParams(top_k=2), SamplingParams(min_p=0.5),
+              SamplingParams(top_p=0.3, temperature=2.0), SamplingParams(temperature=0.0)]  # fmt: skip
     tokens, logprobs = sample(logits, seeds_for(6), range(6), params)
     for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
         scaled = logits[row] / (params[row].temperature or 1.0)

@@ -1,4 +1,4 @@
-"""The packed forward against Hugging Face's own, family by family; the CPU kernel against its twin; and the refusals."""
+"""The packed forward against Hugging Face's own, family by family; the CPU kernel against its twin; the refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, PreTrai
 
 from slipstream.models.attention import ATTENTION_NAME, AttentionForm, attend_causally
 from slipstream.models.cached import CachedRows, KVPages
-from slipstream.models.loading import load_model, refuse_unserved
+from slipstream.models.loading import _refuse_unseen_attention, load_model, refuse_unserved
 from slipstream.models.packed import document_hidden, head_logits, row_logits
 
 CPU = torch.device("cpu")
@@ -191,6 +191,25 @@ def test_state_space_models_are_refused_by_type_and_name(tmp_path: Path) -> None
     small = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
     with pytest.raises(ValueError, match=r"mine' has layers of type linear_attention"):
         load_model(save_tiny(small, tmp_path / "mine"), dtype=torch.float32, device=CPU)
+
+
+def test_a_model_with_a_mask_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
+    name = save_tiny(family_config("doge", sliding_window=None), tmp_path / "mine")
+    with pytest.raises(ValueError, match=r"mine' \(doge\): DogeAttention makes an attention mask of its own"):
+        load_model(name, dtype=torch.float32, device=CPU)
+
+
+def test_a_model_with_more_than_a_head_behind_its_hidden_states_is_refused_by_name(tmp_path: Path) -> None:
+    name = save_tiny(family_config("modernbert-decoder"), tmp_path / "mine")
+    with pytest.raises(ValueError, match=r"mine' \(modernbert-decoder\) does more behind its last hidden state"):
+        load_model(name, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_served_family_is_refused(family: str) -> None:
+    model = build_family(family, ATTENTION_NAME)
+    refuse_unserved(model.config, family)
+    _refuse_unseen_attention(model, family)
 
 
 def test_a_served_folder_loads_with_our_attention(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tiny models of many families, one engine-sized Llama, and requests for it. Seeded: the same call, the same weights."""
+"""Tiny models of many families, a small Llama for the engine, and requests for it. The same call, the same weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from slipstream.types import Request, SamplingParams
 
 VOCABULARY = 97
 
-COMMON: dict[str, Any] = dict(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 WINDOW = {"sliding_window": 6}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
@@ -36,7 +37,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "olmo2": {},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
-    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.5, "residual_multiplier": 0.7, "embedding_multiplier": 3.0},
+    "granite": {
+        "logits_scaling": 4.0, "attention_multiplier": 0.5, "residual_multiplier": 0.7, "embedding_multiplier": 3.0,
+    },
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"logit_scale": 0.25, **WINDOW, **ALTERNATING},
     "glm4": {"head_dim": 8},

@@ -96,6 +96,7 @@ class Batcher:
         self._prefilling: deque[Group] = deque()
         self._pageless: deque[tuple[Group, Running]] = deque()
         self._running: dict[str, tuple[Group, Running]] = {}
+        self._live: set[str] = set()
 
     @property
     def num_running(self) -> int:
@@ -115,12 +116,12 @@ class Batcher:
         prompt_ids = requests[0].prompt_ids
         assert all(request.prompt_ids == prompt_ids for request in requests), "a group shares its prompt"
         for request in requests:
-            self._check_fits(request)
+            self._admit(request)
         self._waiting.append(Group(prompt_ids, [Running(request) for request in requests]))
 
     def submit_partial(self, partial: PartialRollout) -> None:
         """Go on with a sequence that another engine began."""
-        self._check_fits(partial.request)
+        self._admit(partial.request)
         sequence = Running(
             partial.request, list(partial.token_ids), list(partial.logprobs), first_version=partial.first_version
         )
@@ -129,12 +130,12 @@ class Batcher:
         self._waiting.append(Group(known, [sequence]))
 
     def withdraw(self, uid: str) -> PartialRollout:
-        """Take a sequence out, wherever it stands."""
-        for sequence in self._take_out(uid):
-            return PartialRollout(
-                sequence.request, tuple(sequence.token_ids), tuple(sequence.logprobs), sequence.first_version
-            )
-        raise KeyError(uid)
+        """Take a sequence out, wherever it stands; KeyError if it is not here."""
+        self._live.remove(uid)
+        sequence = self._take_out(uid)
+        return PartialRollout(
+            sequence.request, tuple(sequence.token_ids), tuple(sequence.logprobs), sequence.first_version
+        )
 
     def plan(self) -> StepPlan:
         """Decode rows first, oldest served first; then prompts, in order of arrival, while tokens are left."""
@@ -174,9 +175,11 @@ class Batcher:
             sequence = entry[1]
             assert sequence.finish_reason is not None
             finished.append(_rollout(sequence, sequence.finish_reason, version))
+        self._live.difference_update(rollout.request.uid for rollout in finished)
         return finished
 
-    def _check_fits(self, request: Request) -> None:
+    def _admit(self, request: Request) -> None:
+        assert request.uid not in self._live, f"request {request.uid} is already here"
         num_prompt, num_new = len(request.prompt_ids), request.sampling.max_new_tokens
         if num_prompt == 0:
             raise ValueError(f"request {request.uid}: the prompt is empty")
@@ -185,6 +188,7 @@ class Batcher:
                 f"request {request.uid}: prompt of {num_prompt} tokens + {num_new} new tokens exceed the engine's "
                 f"{self.page_tokens} tokens a sequence; raise engine.max_prompt_tokens or shorten the prompt"
             )
+        self._live.add(request.uid)
 
     def _prefill_rows(self, budget: int) -> Iterator[Row]:
         while self._waiting and self.pool.num_free > 0:
@@ -234,30 +238,32 @@ class Batcher:
                 return
         self.pool.give_back(page)
 
-    def _take_out(self, uid: str) -> Iterator[Running]:
+    def _take_out(self, uid: str) -> Running:
         if uid in self._running:
             group, sequence = self._running.pop(uid)
             self._pass_on_page(group, sequence)
             group.members.remove(sequence)
-            yield sequence
-            return
+            return sequence
         for entry in self._pageless:
             if entry[1].request.uid == uid:
                 self._pageless.remove(entry)
                 entry[0].members.remove(entry[1])
-                yield entry[1]
-                return
+                return entry[1]
         for queue in (self._waiting, self._prefilling):
             for group in queue:
                 for member in group.members:
                     if member.request.uid == uid:
-                        group.members.remove(member)
-                        if not group.members:
-                            queue.remove(group)
-                            if group.page is not None:
-                                self.pool.give_back(group.page)
-                        yield member
-                        return
+                        self._leave(queue, group, member)
+                        return member
+        raise AssertionError(f"{uid} is live but nowhere")
+
+    def _leave(self, queue: deque[Group], group: Group, member: Running) -> None:
+        """Out of a group whose prompt is not computed yet; the last one takes the group along."""
+        group.members.remove(member)
+        if not group.members:
+            queue.remove(group)
+            if group.page is not None:
+                self.pool.give_back(group.page)
 
 
 def _rollout(sequence: Running, reason: FinishReason, version: int) -> Rollout:

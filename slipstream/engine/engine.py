@@ -113,7 +113,9 @@ class Engine:
         rows += [(self._pages.trash_page, 0, 1)] * padding
         token_ids += [0] * padding
 
-        ends, logits_of_sampler, at = [], [], 0
+        ends: list[int] = []
+        logits_of_sampler: list[int] = []
+        at = 0
         for row in plan.rows:
             at += len(row.token_ids)
             if row.samplers:

@@ -2,7 +2,7 @@
 
 Owns the torch and numba twins of the noise that `rng.py` defines, and the top-k / top-p / min-p cuts. Noise is keyed by
 vocabulary id, never by rank, and cuts are thresholds on values, so one row's result does not depend on other rows.
-Of equal scores the lowest token id wins. The log-probability is that of the temperature-scaled distribution before cuts.
+Of equal scores the lowest token id wins. The log-probability returned is that before the cuts.
 
 Axes: N rows, V vocabulary.
 """

@@ -67,6 +67,8 @@ def _registered(
 ) -> tuple[Tensor, None]:
     assert _current, "the model was called outside `attending(...)`"
     assert query.shape[0] == 1, "packed batches have one row"
+    if attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} makes an attention mask of its own, which the engine cannot serve")
     form = AttentionForm(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     layer = module.layer_idx
@@ -74,7 +76,7 @@ def _registered(
     return _current[-1].attend(layer, query_THD, key_TKD, value_TKD, form).unsqueeze(0), None
 
 
-# cuDNN builds a plan for every new shape, and every document and every decode step is a new shape here: ten times slower.
+# cuDNN plans anew for every shape, and every document and decode step has a shape of its own here: ten times slower.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 # No mask function is registered under this name on purpose: Hugging Face then builds no mask at all.
@@ -125,7 +127,7 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor, form: AttentionFo
     num_queries, length = query.shape[0], key.shape[0]
     q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
     mask = None
-    if form.sliding_window is not None and length > form.sliding_window or 1 < num_queries < length:
+    if (form.sliding_window is not None and length > form.sliding_window) or 1 < num_queries < length:
         at_query = torch.arange(length - num_queries, length, device=query.device).unsqueeze(1)
         at_key = torch.arange(length, device=query.device)
         mask = at_key <= at_query

@@ -45,7 +45,12 @@ class KVPages:
             dtype = torch.float32 if key.device.type == "cpu" else key.dtype
             self.layers[layer] = tuple(  # type: ignore[assignment]
                 torch.zeros(
-                    self.num_pages + 1, tensor.shape[1], self.page_tokens, tensor.shape[2], dtype=dtype, device=key.device
+                    self.num_pages + 1,
+                    tensor.shape[1],
+                    self.page_tokens,
+                    tensor.shape[2],
+                    dtype=dtype,
+                    device=key.device,
                 )
                 for tensor in (key, value)
             )

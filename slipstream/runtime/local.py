@@ -138,7 +138,9 @@ class _Run:
         self.log.resume_after(recorded)
         where = f"resumed from {checkpoint.path}" if checkpoint else "from the start"
         num_parameters = sum(p.numel() for p in self.model.parameters())
-        lines = [f"{self.config.run.dir}: {self.config.model} ({num_parameters / 1e6:.1f}M parameters) on {device}, {where}"]
+        lines = [
+            f"{self.config.run.dir}: {self.config.model} ({num_parameters / 1e6:.1f}M parameters) on {device}, {where}"
+        ]
         lines += [f"  {name}: {value}" for name, value in self.config.arithmetic().items()]
         self.console.start_run(lines)
 
@@ -233,7 +235,8 @@ class _Run:
 def build_engine(config: Config, model: PreTrainedModel, device: torch.device) -> Engine:
     """An engine with its own copy of the weights, in the engine's number format."""
     dtype = resolve_precision(config.engine.dtype, device)
-    served = copy.deepcopy(model).to(dtype=dtype).requires_grad_(False)
+    served: PreTrainedModel = copy.deepcopy(model)
+    served.to(dtype).requires_grad_(False)  # type: ignore[arg-type, call-arg]
     return Engine(served, max_sequences=config.engine.max_sequences, max_length=config.max_length)
 
 
@@ -260,7 +263,7 @@ def check_length(config: Config, model: PreTrainedModel) -> None:
     if limit is not None and config.max_length > limit:
         raise ValueError(
             f"engine.max_prompt_tokens={config.engine.max_prompt_tokens} + sampling.max_new_tokens="
-            f"{config.sampling.max_new_tokens} = {config.max_length} tokens, but {config.model} has a context of {limit}"
+            f"{config.sampling.max_new_tokens} = {config.max_length} tokens, but {config.model} takes {limit}"
         )
 
 
@@ -288,9 +291,9 @@ def _stop_on_signals(console: Console) -> Iterator[_StopFlag]:
         console.note("stopping: saving a checkpoint first (again Ctrl-C: stop at once)")
 
     previous: dict[int, Callable[..., Any] | int | None] = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for wanted in (signal.SIGINT, signal.SIGTERM):
         try:
-            previous[number] = signal.signal(number, on_signal)
+            previous[wanted] = signal.signal(wanted, on_signal)
         except ValueError:  # not in the main thread: the host program owns the signals
             break
     try:

@@ -50,7 +50,9 @@ class MachineReport:
         lines += [f"{name:14} MISSING, required: pip install {name}" for name in self.missing_required]
         for name, version in self.extras.items():
             purpose, command = EXTRAS[name]
-            lines.append(f"{name:14} {version or 'not installed'}  ({purpose}{'' if version else '; get it: ' + command})")
+            lines.append(
+                f"{name:14} {version or 'not installed'}  ({purpose}{'' if version else '; get it: ' + command})"
+            )
         if self.model is not None:
             lines.append(f"{'model':14} {self.model}")
         lines.append("ready: slipstream train recipes/quickstart.yaml" if self.usable else "not ready, see above")

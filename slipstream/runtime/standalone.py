@@ -23,7 +23,9 @@ def evaluate_target(target: Path, overrides: Sequence[str], *, quiet: bool = Fal
     """Metrics of all evaluation sets for a run's latest checkpoint, a given checkpoint, or a recipe's own model."""
     config, model_name = _resolve(target, overrides)
     if not config.tasks.eval:
-        raise ValueError("there is no evaluation set: add one, e.g. tasks.eval.heldout={source: gcd, size: 100, seed: 2}")
+        raise ValueError(
+            "there is no evaluation set: add one, e.g. tasks.eval.heldout={source: gcd, size: 100, seed: 2}"
+        )
     device = choose_device(config.device)
     tokenizer = load_tokenizer(model_name)
     problems = load_eval_problems(config)

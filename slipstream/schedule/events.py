@@ -1,4 +1,4 @@
-"""What happens (facts) and what shall be done (actions). Frozen, plain, the same in the real and the simulated world."""
+"""What happens (facts) and what shall be done (actions): frozen records, the same in a real and a simulated world."""
 
 from __future__ import annotations
 

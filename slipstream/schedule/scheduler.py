@@ -59,6 +59,8 @@ class Scheduler:
             case WeightsLive():
                 return self._on_weights()
             case Evaluated():
+                if not self._evaluating:
+                    return []  # the run stopped meanwhile, and has saved this step as not concluded
                 self._evaluating = False
                 return self._conclude()
             case Saved():

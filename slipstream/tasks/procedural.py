@@ -145,7 +145,14 @@ def _collatz(random: Random, params: Mapping[str, int]) -> Exercise:
 
 def _gcd(random: Random, params: Mapping[str, int]) -> Exercise:
     num_digits = _halving(random, params["min_digits"], params["max_digits"])
-    first, second = _number(random, num_digits), _number(random, num_digits)
+    # Two random numbers have no common divisor in six cases of ten, and a model soon learns to answer 1: draw the
+    # divisor first, so that no answer is worth guessing.
+    divisor = _log_uniform(random, 2 if num_digits > 1 else 1, 10**num_digits // 4)
+    most = (10**num_digits - 1) // divisor
+    factors = random.randint(1, most), random.randint(1, most)
+    while math.gcd(*factors) != 1:
+        factors = random.randint(1, most), random.randint(1, most)
+    first, second = divisor * factors[0], divisor * factors[1]
     large, small = max(first, second), min(first, second)
     steps = []
     while small:
@@ -203,7 +210,7 @@ TASKS: dict[str, ProceduralTask] = {
     "collatz": ProceduralTask(
         generate=_collatz, defaults={"min_value": 2, "max_value": 999}, smallest={"min_value": 1}
     ),
-    "gcd": ProceduralTask(generate=_gcd, defaults={"min_digits": 1, "max_digits": 5}, smallest={"min_digits": 1}),
+    "gcd": ProceduralTask(generate=_gcd, defaults={"min_digits": 2, "max_digits": 7}, smallest={"min_digits": 1}),
     "multiplication": ProceduralTask(
         generate=_multiplication, defaults={"min_digits": 1, "max_digits": 5}, smallest={"min_digits": 1}
     ),

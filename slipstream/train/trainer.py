@@ -106,7 +106,8 @@ class Trainer:
     ) -> dict[str, float]:
         """One RL step: `updates_per_step` optimizer updates, each on its share of the groups, in the given order.
 
-        on_progress(done, total) counts response tokens that have given their gradient.
+        on_progress(done, total) counts response tokens that have given their gradient. Metrics of tokens (entropy,
+        mismatch) are means over the samples that were computed, see `_teaching`.
         """
         if not samples:
             raise ValueError("a step needs at least one sample")
@@ -126,6 +127,8 @@ class Trainer:
             norm = self._update(lr, [sample.uid for sample in update])
             one_update: Metrics = {"actor/pg_loss": (torch.zeros_like(norm), 1.0), "actor/grad_norm": (norm, 1.0)}
             merge_metrics(metrics, one_update)
+        if on_progress is not None:
+            on_progress(total, total)
         self.steps_done += 1
         return {**mean_metrics(metrics), "actor/lr": lr}
 
@@ -138,6 +141,8 @@ class Trainer:
         """
         lengths = [len(sample.response_ids) for sample in update]
         weights = token_weights(lengths, self.aggregation, self.max_new_tokens)
+        teaching = self._teaching(update)
+        update, weights = [update[index] for index in teaching], [weights[index] for index in teaching]
         advantages = [sample.advantage for sample in update]
         for batch in self._micro_batches([(sample.prompt_ids, sample.response_ids) for sample in update]):
             members = [update[index] for index in batch.members]
@@ -165,6 +170,14 @@ class Trainer:
             metrics["actor/entropy"] = (entropy_N.sum(), float(len(entropy_N)))
             self._backward(loss, logprobs_N, [sample.uid for sample in members], batch.response_lengths)
             yield metrics, len(batch.targets_N)
+
+    def _teaching(self, update: Sequence[TrainSample]) -> list[int]:
+        """Samples that have a gradient. One whose advantage is 0 has none (every objective multiplies by it) unless
+        there is a KL penalty: its forward and backward are spared, its tokens still count in the weights."""
+        if self.algorithm.kl_coef > 0:
+            return list(range(len(update)))
+        with_advantage = [index for index, sample in enumerate(update) if sample.advantage != 0]
+        return with_advantage or [0]  # one gives the zero gradient with which AdamW's momentum goes on
 
     def logprobs_of(self, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
         """Log-probabilities of each sample's response tokens under the current weights, by uid."""

@@ -73,3 +73,20 @@ def num_torch_modules(completions: list[str]) -> list[float]:
 
 def strange(x: int, y: int) -> int:
     return x + y
+
+
+def shorter_is_better(completions: list[str], **_: object) -> list[float]:
+    return [1.0 / (1 + len(completion)) for completion in completions]
+
+
+def raises(completions: list[str]) -> list[float]:
+    raise RuntimeError("this grader is broken")
+
+
+def hangs(completions: list[str]) -> list[float]:
+    time.sleep(60)
+    return [0.0] * len(completions)
+
+
+def returns_nan(completions: list[str]) -> list[float]:
+    return [float("nan")] * len(completions)

@@ -1,0 +1,181 @@
+"""The command line as a newcomer meets it: wrong input gets a sentence that says what to write, and a non-zero exit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slipstream.cli import main
+
+REWARDS = Path(__file__).parent / "data" / "reward_functions.py"
+GCD = {"source": "gcd", "size": 8, "seed": 1, "params": {"wording": "terse"}}
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "run": {"dir": str(folder / "run"), "save_every": 1},
+        "tasks": {"train": [GCD]},
+        "sampling": {"max_new_tokens": 8},
+        "engine": {"max_sequences": 8, "max_prompt_tokens": 32},
+        "train": {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2},
+    } | changes
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(words))
+    return int(caught.value.code or 0)
+
+
+def train(folder: Path, tree: dict[str, Any], *words: str) -> int:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tree))
+    return call("train", str(recipe), *words)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_help_loads_no_torch() -> None:
+    """What makes --help slow is importing torch; a clock in a test would only measure the machine."""
+    code = (
+        "import sys, slipstream.cli\n"
+        "try: slipstream.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(word in done.stdout for word in ("train", "eval", "check", "report"))
+
+
+def test_dry_run_prints_settings_and_arithmetic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path, settings(tmp_path), "--dry-run", "train.prompts_per_step=5", "--train.steps", "7") == 0
+    printed = capsys.readouterr().out
+    assert (
+        "prompts_per_step: 5" in printed and "5 prompts x 2 samples = 10" in printed and "7 steps x 10 = 70" in printed
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        ({"trian": {}}, [], "unknown key 'trian'; did you mean 'train'?"),
+        ({}, ["train.stesp=3"], "did you mean 'train.steps'?"),
+        ({}, ["train.steps=many"], "'train.steps' is 'many'"),
+        ({}, ["train.steps"], "write key=value"),
+        ({}, ["model=./nowhere"], "no model folder at './nowhere'"),
+        ({"tasks": {"train": [{"source": "gcd"}]}}, [], "size"),
+        ({"tasks": {"train": [{**GCD, "params": {"max_digit": 3}}]}}, [], "did you mean 'max_digits'?"),
+        ({"reward": {"functions": [{"function": "nothing.py:f"}]}}, [], "nothing.py"),
+        ({"reward": {"functions": [{"function": f"{REWARDS}:no_such"}]}}, [], "no_such"),
+        ({"engine": {"max_prompt_tokens": 4}}, [], "raise that, or leave the problem out"),
+        ({"engine": {"max_prompt_tokens": 5000}}, [], "takes 4096"),
+        ({"train": {"samples_per_prompt": 1}}, [], "set train.samples_per_prompt >= 2"),
+        ({"sampling": {"temperature": 0.0}}, [], "set sampling.temperature above 0"),
+        ({"run": {"dir": "unused", "loggers": ["wandbb"]}}, [], "'wandb'"),
+    ],
+)
+def test_wrong_settings_say_what_to_write(
+    change: dict[str, Any], words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, settings(tmp_path, **change), *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_column_names_those_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_rows(tmp_path / "data.jsonl", [{"question": "1+1", "answer": "2"}])
+    assert train(tmp_path, settings(tmp_path, tasks={"train": [{"source": data}]})) == 2
+    error = capsys.readouterr().err
+    assert "question" in error and "prompt_column" in error
+
+
+def test_an_empty_data_set_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_rows(tmp_path / "data.jsonl", [])
+    assert train(tmp_path, settings(tmp_path, tasks={"train": [{"source": data}]})) == 2
+    assert "data.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("raises", "Traceback"), ("hangs", "timeout"), ("returns_nan", "nan")],
+)
+def test_a_broken_reward_stops_the_run_with_its_first_fault(
+    function: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = {"functions": [{"function": f"{REWARDS}:{function}"}], "timeout_s": 1.0}
+    assert train(tmp_path, settings(tmp_path, reward=reward)) == 1
+    error = capsys.readouterr().err
+    assert "4 of 4 samples" in error and message in error.lower() + error
+    # Nothing is lost: what was generated is in the store, as faults and not as zeros, and the run can be resumed.
+    import sqlite3
+
+    with sqlite3.connect(tmp_path / "run" / "run.db") as connection:
+        rows = connection.execute("SELECT reward, fault FROM rollouts").fetchall()
+    assert len(rows) == 4 and all(reward is None and fault for reward, fault in rows)
+    assert train(tmp_path, settings(tmp_path), "--resume") == 0
+
+
+def test_an_earlier_run_is_not_overwritten_by_accident(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path, settings(tmp_path), "--quiet") == 0
+    assert capsys.readouterr().out == ""
+    assert train(tmp_path, settings(tmp_path)) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert train(tmp_path, settings(tmp_path), "--overwrite") == 0
+
+
+def test_a_corrupt_checkpoint_is_named_with_the_intact_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path, settings(tmp_path)) == 0
+    weights = tmp_path / "run" / "checkpoints" / "step_1" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert train(tmp_path, settings(tmp_path), "--resume") == 2
+    error = capsys.readouterr().err
+    assert "model.safetensors" in error and "--resume-from" in error
+    intact = tmp_path / "run" / "checkpoints" / "step_0"
+    assert train(tmp_path, settings(tmp_path), "--resume-from", str(intact)) == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs root to mount a small tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_a_sentence(small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path, settings(small_disk)) == 1
+    error = capsys.readouterr().err
+    assert "free" in error and str(small_disk) in error and "Traceback" not in error
+
+
+def test_eval_and_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = settings(tmp_path, tasks={"train": [GCD], "eval": {"held": {**GCD, "seed": 2, "size": 3}}})
+    assert train(tmp_path, tree, "--quiet") == 0
+    assert call("eval", str(tmp_path / "run"), "--json", "eval.samples_per_prompt=2") == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert {"eval/held/avg@2", "eval/held/pass@2"} <= metrics.keys()
+    assert call("eval", str(tmp_path / "run" / "checkpoints" / "step_0")) == 0
+    assert call("report", str(tmp_path / "run")) == 0
+    assert call("report", str(tmp_path)) != 0
+    assert call("eval", str(tmp_path / "nowhere")) == 2
+
+
+def test_check_says_what_this_machine_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("check", "tiny", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["usable"] and report["model"].startswith("tiny: llama") and "torch" in report["facts"]

@@ -1,0 +1,188 @@
+"""The whole loop in small: it runs, resumes bit for bit after kill -9 and Ctrl-C, and its events replay."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slipstream.config import build_config, load_config
+from slipstream.observe.store import RunStore
+from slipstream.runtime.local import run_training
+from slipstream.schedule.events import BY_NAME, Event, from_record
+from slipstream.schedule.scheduler import Scheduler
+
+SETTINGS: dict[str, Any] = {
+    "model": "tiny",
+    "tasks": {
+        "train": [{"source": "gcd", "size": 40, "seed": 1, "params": {"wording": "terse"}}],
+        "eval": {"heldout": {"source": "gcd", "size": 6, "seed": 2, "params": {"wording": "terse"}}},
+    },
+    # Most answers of an untrained model are wrong; the length gives every group a signal to train on.
+    "reward": {
+        "functions": [{"function": f"{Path(__file__).parent / 'data' / 'reward_functions.py'}:shorter_is_better"}]
+    },
+    "warmup": {"steps": 3, "sequences_per_step": 4},
+    "sampling": {"max_new_tokens": 12},
+    "engine": {"max_sequences": 8, "max_prompt_tokens": 32},
+    "train": {"steps": 6, "prompts_per_step": 3, "samples_per_prompt": 3, "lr": 1e-3},
+    "eval": {"every": 3},
+}
+
+
+def write_recipe(folder: Path, name: str, **run: Any) -> Path:
+    recipe = folder / f"{name}.yaml"
+    recipe.write_text(yaml.safe_dump(SETTINGS | {"run": {"dir": str(folder / name), "save_every": 2, **run}}))
+    return recipe
+
+
+def start(recipe: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "slipstream.cli", "train", str(recipe), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def measured(run_dir: Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl without what a clock says."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    timed = ("timing_s/", "perf/", "rollout/tokens_per_s")
+    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
+
+
+def rollouts(run_dir: Path) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(run_dir / "run.db") as connection:
+        return connection.execute("SELECT uid, step, token_ids, logprobs, reward FROM rollouts ORDER BY uid").fetchall()
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unbroken")
+    outcome = run_training(load_config(write_recipe(folder, "run")), quiet=True)
+    assert (outcome.reason, outcome.step) == ("done", 6)
+    return folder / "run"
+
+
+def test_a_run_leaves_what_the_design_says(unbroken: Path) -> None:
+    assert {"config.yaml", "run.db", "metrics.jsonl", "report.html", "checkpoints", "latest"} <= {
+        path.name for path in unbroken.iterdir()
+    }
+    rows = measured(unbroken)
+    assert [row["step"] for row in rows] == list(range(7))
+    assert [row["step"] for row in rows if "eval/heldout/avg@1" in row] == [0, 3, 6]
+    names = {"reward/mean", "response_length/mean", "actor/entropy", "actor/grad_norm", "mismatch_kl", "actor/clipfrac"}
+    assert all(names <= row.keys() for row in rows[1:])
+    assert len(rollouts(unbroken)) == 6 * 9 + 3 * 6
+    assert sorted(path.name for path in (unbroken / "checkpoints").iterdir()) == ["step_4", "step_6"]
+    assert load_config(unbroken / "config.yaml").train.steps == 6
+
+
+def test_checkpoints_load_with_from_pretrained(unbroken: Path) -> None:
+    folder = unbroken / "checkpoints" / "step_6"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("<q>gcd 8 6<a>", return_tensors="pt", add_special_tokens=False)
+    assert model.generate(**inputs, max_new_tokens=3).shape[1] > inputs["input_ids"].shape[1]
+
+
+def test_the_engine_and_the_trainer_agree_on_logprobs(unbroken: Path) -> None:
+    assert all(row["mismatch_kl"] < 1e-9 for row in measured(unbroken)[1:])
+
+
+def test_events_replayed_give_the_same_actions(unbroken: Path) -> None:
+    scheduler = Scheduler(load_config(unbroken / "config.yaml"))
+    with RunStore(unbroken, read_only=True) as store:
+        items = [(event.at_s, from_record(event.name, event.payload)) for event in store.events()]
+    facts = {"RunBegan", "GroupScored", "StepTrained", "WeightsLive", "Evaluated", "Saved", "StopAsked"}
+    assert facts < BY_NAME.keys()
+    expected: list[Any] = []
+    for at_s, item in items:
+        if type(item).__name__ in facts:
+            assert expected == []
+            event: Event = item  # type: ignore[assignment]
+            expected = list(scheduler.on_event(event, at_s))
+        else:
+            assert item == expected.pop(0)
+    assert expected == [] and len(items) > 50
+
+
+def break_and_resume(recipe: Path, moments: random.Random, times: int) -> None:
+    """Kill -9 at random moments, resuming each time; then let it finish."""
+    for _ in range(times):
+        process = start(recipe, "--resume")
+        try:
+            process.communicate(timeout=moments.uniform(3.0, 14.0))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+    last = start(recipe, "--resume")
+    output, _ = last.communicate(timeout=300)
+    assert last.returncode == 0, output
+
+
+def assert_same_run(broken: Path, unbroken: Path) -> None:
+    assert measured(broken) == measured(unbroken)
+    assert rollouts(broken) == rollouts(unbroken)
+
+
+def test_killed_and_resumed_equals_unbroken(unbroken: Path, tmp_path: Path) -> None:
+    break_and_resume(write_recipe(tmp_path, "run"), random.Random(1), times=3)
+    assert_same_run(tmp_path / "run", unbroken)
+
+
+@pytest.mark.slow
+def test_killed_at_ten_random_moments_equals_unbroken(unbroken: Path, tmp_path: Path) -> None:
+    break_and_resume(write_recipe(tmp_path, "run"), random.Random(2), times=10)
+    assert_same_run(tmp_path / "run", unbroken)
+
+
+def test_ctrl_c_leaves_a_checkpoint_to_resume_from(unbroken: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, "run", save_every=100)
+    process = start(recipe)
+    database = tmp_path / "run" / "metrics.jsonl"
+    until_s = time.monotonic() + 120
+    while not (database.exists() and database.read_text().count("\n") >= 3):
+        assert process.poll() is None and time.monotonic() < until_s, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130 and "--resume" in output, output
+    saved = (tmp_path / "run" / "latest").read_text().strip()
+    assert saved not in ("checkpoints/step_0", "checkpoints/step_6")
+    assert start(recipe, "--resume").wait(timeout=120) == 0
+    assert_same_run(tmp_path / "run", unbroken)
+
+
+def test_resuming_a_finished_run_changes_nothing(unbroken: Path) -> None:
+    before = measured(unbroken)
+    outcome = run_training(load_config(unbroken / "config.yaml"), resume=True, quiet=True)
+    assert outcome.reason == "done" and measured(unbroken) == before
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"name": "dr_grpo"},
+        {"name": "rloo", "kl_coef": 0.05},
+        {"name": "reinforce++"},
+        {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+        {"name": "cispo"},
+        {"name": "grpo", "clip_high": 0.28, "aggregation": "token_mean", "dynamic_sampling": True},
+    ],
+    ids=lambda algorithm: algorithm["name"],
+)
+def test_every_algorithm_runs(algorithm: dict[str, Any], tmp_path: Path) -> None:
+    small = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 3, "updates_per_step": 2}
+    settings = SETTINGS | {"run": {"dir": tmp_path / "run"}, "algorithm": algorithm, "train": small, "warmup": None}
+    assert run_training(build_config(settings), quiet=True).reason == "done"
+    rows = measured(tmp_path / "run")
+    assert all(row["actor/grad_norm"] > 0 for row in rows[1:])
+    assert ("actor/kl" in rows[1]) == (algorithm.get("kl_coef", 0) > 0)

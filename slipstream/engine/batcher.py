@@ -143,9 +143,9 @@ class Batcher:
         budget = self.max_step_tokens
         rows: list[Row] = []
         for uid in list(self._running)[:budget]:
-            # Moving the served to the back makes everyone's turn come when there are more sequences than tokens.
-            self._running[uid] = entry = self._running.pop(uid)
-            sequence = entry[1]
+            sequence = self._running[uid][1]
+            if len(self._running) > budget:  # then the served go to the back, so that everyone's turn comes
+                self._running[uid] = self._running.pop(uid)
             assert sequence.page is not None
             rows.append(Row(sequence.page, sequence.position - 1, sequence.token_ids[-1:], (sequence,)))
         num_decode_rows = len(rows)

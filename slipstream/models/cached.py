@@ -74,11 +74,14 @@ class CachedRows:
         self.position_T = torch.tensor(
             [start + offset for _, start, length in rows for offset in range(length)], device=device
         )
+        self._places_by_heads: dict[int, Tensor] = {}
+        self._masks: dict[int | None, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         keys, values = self.pages.of_layer(layer, key, value)
-        keys[self.page_T, :, self.position_T] = key.to(keys.dtype)
-        values[self.page_T, :, self.position_T] = value.to(values.dtype)
+        index = self._places(key.shape[1])
+        for pages, new in ((keys, key), (values, value)):
+            pages.view(-1, new.shape[-1]).index_copy_(0, index, new.reshape(-1, new.shape[-1]).to(pages.dtype))
         by_device = self._by_token if query.device.type == "cpu" else self._by_row
         return by_device(query, keys, values, form)
 
@@ -101,10 +104,13 @@ class CachedRows:
 
     def _by_row(self, query: Tensor, keys: Tensor, values: Tensor, form: AttentionForm) -> Tensor:
         """Rows of one token in a single call, longer rows one by one."""
-        out = torch.empty(*query.shape[:2], values.shape[-1], dtype=query.dtype, device=query.device)
         plain = form.softcap is None and form.sinks_H is None
-        if plain and self._single.numel() > 0:
-            out[self._single] = self._decode(query[self._single], keys, values, form)
+        single = self._single
+        if plain and len(single) == len(query):
+            return self._decode(query, keys, values, form)
+        out = torch.empty(*query.shape[:2], values.shape[-1], dtype=query.dtype, device=query.device)
+        if plain and len(single) > 0:
+            out[single] = self._decode(query[single], keys, values, form)
         at = 0
         for page, start, length in self.rows:
             if length > 1 or not plain:
@@ -120,12 +126,21 @@ class CachedRows:
         num_pages, num_kv_heads = keys.shape[:2]
         page_R, mask = self._decode_mask(form.sliding_window)
         by_page = query.new_zeros(num_pages, num_kv_heads, num_heads // num_kv_heads, size)
-        by_page[page_R] = query.view(num_rows, num_kv_heads, -1, size)
+        by_page.index_copy_(0, page_R, query.reshape(num_rows, num_kv_heads, -1, size))
         longest = mask.shape[-1]
         out = scaled_dot_product_attention(
             by_page, keys[:, :, :longest], values[:, :, :longest], attn_mask=mask, scale=form.scaling
         )
-        return out[page_R].reshape(num_rows, num_heads, values.shape[-1])
+        return out.index_select(0, page_R).view(num_rows, num_heads, values.shape[-1])
+
+    def _places(self, num_kv_heads: int) -> Tensor:
+        """Where each token's keys lie, head by head, in the layer's pages seen as rows of D; made once a forward."""
+        if num_kv_heads not in self._places_by_heads:
+            heads = torch.arange(num_kv_heads, device=self.page_T.device)
+            row_TK = self.page_T.unsqueeze(1) * num_kv_heads + heads
+            place_TK = row_TK * self.pages.page_tokens + self.position_T.unsqueeze(1)
+            self._places_by_heads[num_kv_heads] = place_TK.flatten()
+        return self._places_by_heads[num_kv_heads]
 
     @cached_property
     def _single(self) -> Tensor:
@@ -149,8 +164,3 @@ class CachedRows:
                 mask &= at_key > own_P.unsqueeze(1) - window
             self._masks[window] = page_R, mask[:, None, None, :]
         return self._masks[window]
-
-    @cached_property
-    def _masks(self) -> dict[int | None, tuple[Tensor, Tensor]]:
-        """Decode masks by window, made once a forward and used by every layer."""
-        return {}

@@ -41,8 +41,8 @@ def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
 def build_tiny_model(seed: int, vocab_size: int) -> LlamaForCausalLM:
     """About 0.6 million parameters; the same seed gives the same weights.
 
-    Three layers and wide initial weights, because it learns to copy and compare in a hundred steps that way; five layers
-    of the usual 0.02 take several times as long (docs/log.md).
+    Three layers and wide initial weights, because it learns to copy and compare in a hundred steps that way; five
+    layers with the usual 0.02 take several times as long (docs/log.md).
     """
     config = LlamaConfig(
         vocab_size=vocab_size,

@@ -3,10 +3,10 @@
     pip install -c constraints.txt trl
     python benchmarks/loop.py --out benchmarks/results/loop.json
 
-Both start from the same checkpoint (the quickstart's warm start), see the same prompts in the same order, sample the same
-number of responses at temperature 1, and take one AdamW update a step with the same learning rate and clipping. The first
-step of each is left out of the timing (compilation, caches). They draw other noise, so rewards are compared as curves, and
-times as a ratio of medians within this one run.
+Both start from the same checkpoint (the quickstart's warm start), see the same prompts in the same order, sample as
+many responses at temperature 1, and take one AdamW update a step with the same learning rate and clipping. The first
+step of each is left out of the timing (compilation, caches). They draw other noise, so rewards are compared as
+curves, and times as a ratio of medians within this one run.
 """
 
 from __future__ import annotations

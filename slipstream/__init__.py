@@ -1,7 +1,9 @@
 """Slipstream: reinforcement learning for language models, with rollouts several times faster, token for token the same.
 
 from slipstream import load_config, train
-train(load_config("recipes/quickstart.yaml", ["train.steps=20"]))
+
+if __name__ == "__main__":
+    train(load_config("recipes/quickstart.yaml", ["train.steps=20"]))
 """
 
 from __future__ import annotations

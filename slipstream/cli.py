@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import click
 import typer
 
 app = typer.Typer(
@@ -49,20 +50,20 @@ def train(
         for name, value in config.arithmetic().items():
             typer.echo(f"# {name}: {value}")
         return
-    if overwrite:
-        _remove_run(config.run.dir)
-
     from slipstream.runtime.local import run_training
 
-    outcome = run_training(config, resume=resume_from or resume, quiet=quiet)
-    if quiet:
-        return
+    outcome = run_training(config, resume=resume_from or resume, overwrite=overwrite, quiet=quiet)
     if outcome.reason == "done":
-        typer.echo(f"done after {outcome.step} steps. Look at: {outcome.run_dir / 'report.html'}")
-        typer.echo(f"the model: {outcome.run_dir / 'checkpoints' / f'step_{outcome.step}'}")
-        typer.echo(f"evaluate it again: slipstream eval {outcome.run_dir}")
+        lines = [
+            f"done after {outcome.step} steps. Look at: {outcome.run_dir / 'report.html'}",
+            f"the model: {outcome.run_dir / 'checkpoints' / f'step_{outcome.step}'}",
+            f"evaluate it again: slipstream eval {outcome.run_dir}",
+        ]
     else:
-        typer.echo(f"{outcome.reason} after step {outcome.step}; go on with: slipstream train {recipe} --resume")
+        lines = [f"{outcome.reason} after step {outcome.step}; go on with: slipstream train {recipe} --resume"]
+    if not quiet:
+        typer.echo("\n".join(lines))
+    if outcome.reason != "done":
         raise typer.Exit(130)
 
 
@@ -113,33 +114,41 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, e.g. runs/qui
     typer.echo(write_report(run))
 
 
-def _remove_run(folder: Path) -> None:
-    import shutil
-
-    if not folder.exists():
-        return
-    if not (folder / "run.db").is_file():
-        raise ValueError(f"--overwrite: {folder} does not look like a run (it has no run.db); delete it by hand")
-    shutil.rmtree(folder)
-
-
-def main(arguments: list[str] | None = None) -> Any:
+def main(arguments: list[str] | None = None) -> None:
     """The console command."""
     try:
-        return app(args=arguments)
-    except ValueError as error:
-        _fail(error, 2)
-    except KeyboardInterrupt:
-        _fail(RuntimeError("stopped at once; the last checkpoint is intact"), 130)
-    except (OSError, RuntimeError, ArithmeticError) as error:
-        if type(error).__module__.startswith("torch"):
-            raise
-        _fail(error, 1)
+        code = app(args=arguments, standalone_mode=False)
+    except typer.Abort:
+        _fail("stopped at once; the last checkpoint is intact", 130)
+    except Exception as error:
+        _explain(error)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(error: BaseException, code: int) -> None:
+def _explain(error: Exception) -> None:
+    """One sentence for what the user or the machine did; anything else is a bug of ours and keeps its traceback."""
+    if isinstance(error, click.ClickException):
+        error.show()
+        sys.exit(error.exit_code)
+    if isinstance(error, ValueError) and _raised_by_us(error):
+        _fail(str(error), 2)
+    if type(error).__name__ == "OutOfMemoryError":
+        _fail(f"out of memory: lower train.micro_batch_tokens or engine.max_sequences ({error})", 1)
+    if isinstance(error, OSError) or type(error).__module__.startswith("slipstream."):
+        _fail(str(error), 1)
+    raise error
+
+
+def _raised_by_us(error: Exception) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("slipstream")
+
+
+def _fail(sentence: str, code: int) -> None:
     sys.stdout.flush()
-    print(f"slipstream: {error}", file=sys.stderr)
+    print(f"slipstream: {sentence}", file=sys.stderr)
     sys.exit(code)
 
 

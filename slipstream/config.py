@@ -56,6 +56,8 @@ class RewardFunction(Section):
     """`task` (the source's own verifier), `math_verify`, a dotted path `package.module.name`, or `file.py:name`.
     Signatures: TRL's f(prompts, completions, completion_ids, **columns) or verl's compute_score(...)."""
     weight: float = 1.0
+    """Of this function in the sum. pass@k counts rewards of 1.0 or more, so weights that sum to less than 1 make it
+    always 0."""
 
 
 class Reward(Section):
@@ -90,10 +92,11 @@ class EngineSettings(Section):
 
 class Algorithm(Section):
     name: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "gspo", "cispo"] = "grpo"
-    clip_low: float = Field(0.2, ge=0)
-    """Lower clip of the probability ratio is 1 - clip_low."""
-    clip_high: float = Field(0.2, ge=0)
-    """Upper clip is 1 + clip_high; DAPO's clip-higher is 0.28."""
+    clip_low: float | None = Field(None, ge=0)
+    """Lower clip of the probability ratio is 1 - clip_low; None is the algorithm's own (ALGORITHMS in
+    train/algorithms.py). With train.updates_per_step=1 the ratio is exactly 1 and clipping has no effect."""
+    clip_high: float | None = Field(None, ge=0)
+    """Upper clip is 1 + clip_high; DAPO's clip-higher is 0.28. None and train.updates_per_step=1 as in clip_low."""
     aggregation: Literal["auto", "token_mean", "sequence_mean", "constant"] = "auto"
     """How token losses become one number; auto is the algorithm's own (DAPO: token_mean)."""
     dynamic_sampling: bool = False
@@ -108,7 +111,7 @@ class Algorithm(Section):
 
 class Training(Section):
     steps: int = Field(100, ge=0)
-    """Optimizer steps of RL times updates_per_step; one step is one batch of rollouts."""
+    """Steps of RL; one step is one batch of rollouts and updates_per_step optimizer updates."""
     prompts_per_step: int = Field(16, ge=1)
     """Batch size in PROMPTS."""
     samples_per_prompt: int = Field(8, ge=1)
@@ -182,6 +185,10 @@ class Config(Section):
             raise ValueError(
                 f"algorithm {self.algorithm.name} compares the samples of a prompt: set train.samples_per_prompt >= 2"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _every_update_has_a_prompt(self) -> Config:
         if self.train.updates_per_step > self.train.prompts_per_step:
             raise ValueError("train.updates_per_step cannot exceed train.prompts_per_step")
         return self
@@ -202,20 +209,24 @@ class Config(Section):
         fitting = max(1, train.micro_batch_tokens // self.max_length)
         micro_batches = math.ceil(samples / fitting) + train.updates_per_step - 1
         waves = math.ceil(samples / self.engine.max_sequences)
+        rounds = self.algorithm.max_sampling_rounds if self.algorithm.dynamic_sampling else 1
+        at_least, more = ("at least ", f", up to {rounds} times as many") if rounds > 1 else ("", "")
+        most = samples * rounds
         return {
             "prompts per step": f"{train.prompts_per_step}",
-            "samples per step": f"{train.prompts_per_step} prompts x {train.samples_per_prompt} samples = {samples}",
-            "response tokens per step": f"at most {samples} x {self.sampling.max_new_tokens} = "
-            f"{samples * self.sampling.max_new_tokens:,}",
+            "samples per step": f"{at_least}{train.prompts_per_step} prompts x {train.samples_per_prompt} samples = "
+            f"{samples}{more}",
+            "response tokens per step": f"at most {most} x {self.sampling.max_new_tokens} = "
+            f"{most * self.sampling.max_new_tokens:,}",
             "sequences decoding at once": f"at most {self.engine.max_sequences}, so about {waves} wave(s)",
             "samples per update": f"{samples} / {train.updates_per_step} = {samples / train.updates_per_step:g}",
             "micro-batches per step": f"at most {micro_batches} of {train.micro_batch_tokens:,} packed tokens",
-            "rollouts in the whole run": f"{train.steps} steps x {samples} = {train.steps * samples:,}",
+            "rollouts in the whole run": f"{at_least}{train.steps} steps x {samples} = {train.steps * samples:,}{more}",
         }
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe, its `defaults:` and the overrides (`a.b=v`); ValueError says what to write instead."""
+    """Read a recipe, its `defaults:` and the overrides (`a.b=v`, `list.0.b=v`); ValueError says what to write."""
     return build_config(_apply_overrides(_read_recipe(Path(path)), overrides), where=str(path))
 
 
@@ -298,11 +309,31 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
         dotted, separator, text = override.partition("=")
         if not separator or not dotted:
             raise ValueError(f"cannot read override {override!r}: write key=value, e.g. train.steps=20")
-        nested: Any = yaml.safe_load(text) if text else None
-        for key in reversed(dotted.split(".")):
-            nested = {key: nested}
-        tree = _merge(tree, nested)
+        try:
+            value = yaml.safe_load(text) if text else None
+        except yaml.YAMLError as error:
+            reason = getattr(error, "problem", None) or "it cannot be parsed"
+            raise ValueError(f"override {override!r}: the value is not valid YAML: {reason}") from None
+        try:
+            tree = _with_value(tree, dotted.split("."), value)
+        except ValueError as error:
+            raise ValueError(f"override {override!r}: {error}") from None
     return tree
+
+
+def _with_value(node: Any, keys: Sequence[str], value: Any, path: str = "") -> Any:
+    """A copy of `node` with `value` at `keys`, merged into a mapping that is there; a number is an item of a list."""
+    if not keys:
+        return _merge(node, value) if isinstance(node, dict) and isinstance(value, dict) else value
+    key, rest = keys[0], keys[1:]
+    here = f"{path}.{key}".lstrip(".")
+    if isinstance(node, list):
+        if not key.isdecimal() or int(key) >= len(node):
+            raise ValueError(f"{path} is a list of {len(node)} item(s), numbered from 0: {key!r} is none of them")
+        index = int(key)
+        return [*node[:index], _with_value(node[index], rest, value, here), *node[index + 1 :]]
+    base = node if isinstance(node, dict) else {}
+    return {**base, key: _with_value(base.get(key), rest, value, here)}
 
 
 def _explain(problem: Any) -> str:

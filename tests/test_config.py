@@ -146,6 +146,30 @@ def test_an_unknown_override_names_the_nearest_key(tmp_path: Path) -> None:
         load_config(write(tmp_path, "x.yaml", tree()), ["train.stepps=4"])
 
 
+@pytest.mark.parametrize("override", ["tasks.eval.h={source: gcd", "train.lr=[1", "seed=a: b: c"])
+def test_an_override_that_is_not_yaml_is_named(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ValueError, match="the value is not valid YAML") as caught:
+        load_config(write(tmp_path, "x.yaml", tree()), [override])
+    assert repr(override) in str(caught.value)
+
+
+def test_an_override_changes_one_item_of_a_list(tmp_path: Path) -> None:
+    sets = [{"source": "gcd", "size": 9, "params": {"a": 1}}, {"source": "sorting", "size": 8}]
+    path = write(tmp_path, "x.yaml", tree(tasks={"train": sets}))
+    first, second = load_config(path, ["tasks.train.0.size=5", "tasks.train.0.params.b=2"]).tasks.train
+    assert (first.size, first.source, first.params) == (5, "gcd", {"a": 1, "b": 2})
+    assert (second.size, second.source) == (8, "sorting")
+    assert load_config(path, ["tasks.train.1={size: 3}"]).tasks.train[1].source == "sorting", "mappings are merged"
+
+
+@pytest.mark.parametrize("key", ["2", "-1", "size"])
+def test_an_item_that_is_not_there_is_an_error(tmp_path: Path, key: str) -> None:
+    sets = [{"source": "gcd", "size": 9}, {"source": "sorting", "size": 8}]
+    path = write(tmp_path, "x.yaml", tree(tasks={"train": sets}))
+    with pytest.raises(ValueError, match=r"override 'tasks\.train\..*tasks\.train is a list of 2 item\(s\)"):
+        load_config(path, [f"tasks.train.{key}.size=5" if key != "size" else "tasks.train.size=5"])
+
+
 def test_a_dumped_config_reads_back_equal(tmp_path: Path) -> None:
     config = build_config(tree(warmup={}, train={"lr": 3e-7}, run={"dir": "a b/c", "loggers": ["wandb"]}, seed=5))
     (tmp_path / "dumped.yaml").write_text(dump_config(config))
@@ -218,11 +242,24 @@ def test_the_derived_numbers_by_hand() -> None:
         "prompts per step": "6",
         "samples per step": "6 prompts x 4 samples = 24",
         "response tokens per step": "at most 24 x 100 = 2,400",
-        "sequences decoding at once": "at most 10 (about 3 waves)",
-        "samples per optimizer update": "24 / 2 = 12",
-        "micro-batches per step": "at most 4 of 1,000 packed tokens",  # ceil(24 x 150 / 1000)
+        "sequences decoding at once": "at most 10, so about 3 wave(s)",
+        "samples per update": "24 / 2 = 12",
+        "micro-batches per step": "at most 5 of 1,000 packed tokens",  # 24 / 6 full ones, one more for a second update
         "rollouts in the whole run": "10 steps x 24 = 240",
     }
+
+
+def test_dynamic_sampling_makes_the_numbers_bounds() -> None:
+    config = build_config(
+        tree(
+            train={"steps": 10, "prompts_per_step": 6, "samples_per_prompt": 4}, sampling={"max_new_tokens": 100},
+            algorithm={"dynamic_sampling": True, "max_sampling_rounds": 3},
+        )
+    )  # fmt: skip
+    said = config.arithmetic()
+    assert said["samples per step"] == "at least 6 prompts x 4 samples = 24, up to 3 times as many"
+    assert said["response tokens per step"] == "at most 72 x 100 = 7,200"
+    assert said["rollouts in the whole run"] == "at least 10 steps x 24 = 240, up to 3 times as many"
 
 
 def test_the_bound_on_micro_batches_holds_when_they_cannot_be_full() -> None:

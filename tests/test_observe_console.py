@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from slipstream.observe.console import Console, format_duration, format_evaluation, format_step
+from slipstream.observe.console import Console, format_duration, format_evaluation, format_overall, format_step
 
 STEP = {
     "reward/mean": 0.534,
@@ -82,6 +82,37 @@ def test_missing_metrics_leave_their_words_out() -> None:
     assert format_evaluation(0, {"eval/a/b/avg@1": 1.0, "eval/a/b/unscored": 3.0, "eval/c/response_length": 8.5}) == (
         "eval at step 0  a/b: avg@1 1.000  unscored 3 | c: len 8"
     )
+
+
+def test_step_lines_tell_the_speed_of_generation() -> None:
+    both = {"rollout/tokens_per_s": 2000.0, "perf/throughput": 900.0}
+    assert format_step(1, 9, both, None) == "step 1/9  2,000 tok/s"
+    assert format_step(1, 9, {"perf/throughput": 900.0}, None) == "step 1/9  900 tok/s"
+
+
+def test_the_overall_bar_tells_reward_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with Console(80, file=Terminal()) as console:
+        console.start_run([])
+        console.step_line(12, STEP | {"rollout/tokens_per_s": 5000.0})
+        assert console._bars is not None and console._bars.tasks[0].completed == 12
+        assert console._bars.tasks[0].fields["facts"] == "reward 0.534  1,234 tok/s  left 2m16s"
+    assert format_overall({}, None) == ""
+
+
+def test_the_total_of_a_phase_may_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with Console(2, file=Terminal()) as console:
+        console.start_run([])
+        for total, grown in ((4, 12), (None, None)):
+            with console.phase("rollout", total) as advance:
+                advance(4, tokens=10)
+                advance(0, more_total=8)
+                assert console._bars is not None
+                task = console._bars.tasks[-1]
+                assert (task.completed, task.total) == (4, grown) and "more_total" not in task.fields["facts"]
+    with Console(2, file=io.StringIO()) as console, console.phase("rollout", 4) as advance:
+        advance(0, more_total=8)
 
 
 def test_time_left_is_a_median() -> None:

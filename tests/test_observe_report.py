@@ -70,6 +70,7 @@ def test_the_page_shows_the_run(tmp_path: Path) -> None:
     assert "rollout 57 %, training 29 %" in own
     assert own.count('class="plot"') == 10
     missing = re.search(r"Not measured in this run: (.*?)\.<", own)
+    assert "samples whose advantage is not zero" in own
     assert missing and missing[1] == "actor/pg_loss, actor/clipfrac, mismatch_kl"
 
 
@@ -119,6 +120,27 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
 def test_wall_time_counts_each_second_once() -> None:
     metrics = {"timing_s/step": {1: 5.0, 2: 6.0}, "timing_s/gen": {1: 4.0, 2: 4.0}, "timing_s/eval": {0: 3.0, 2: 1.0}}
     assert wall_time_s(metrics) == 14.0
+
+
+def test_wall_time_counts_the_warm_start_and_checkpoints() -> None:
+    metrics = {"timing_s/step": {1: 5.0, 2: 6.0}, "timing_s/warmup": {0: 7.0}, "timing_s/save": {2: 2.0}}
+    assert wall_time_s(metrics) == 20.0
+    figure = figures.time_stack(metrics | {"timing_s/gen": {1: 5.0, 2: 6.0}})
+    assert figure is not None
+    assert [(trace["name"], trace["x"]) for trace in figure["data"]] == [
+        ("warm start", [0]),
+        ("rollout", [1, 2]),
+        ("checkpoint", [2]),
+    ]
+
+
+def test_shares_count_the_warm_start_and_checkpoints(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with RunStore(run) as store:
+        store.add_metrics(0, {"timing_s/warmup": 6.0})
+        store.add_metrics(4, {"timing_s/save": 3.0})
+    own = PLOTLY.sub("", write_report(run).read_text())
+    assert "warm start 20 %, rollout 40 %, training 20 %, checkpoint 10 %" in own and ">30s<" in own
 
 
 def test_picks_are_distinct(tmp_path: Path) -> None:

@@ -78,11 +78,22 @@ def test_forget_after(tmp_path: Path) -> None:
             fill(store, step)
         for step in (2, 4):
             fill(store, step, "eval")
-        store.forget_after(2)
+        store.forget_after(2, 2)
         assert sorted(store.lengths_by_step()) == [1, 2]
         assert sorted(store.lengths_by_step("eval")) == [2]
         assert {event.step for event in store.events()} == {1, 2}
         assert store.metrics_by_name() == {"reward/mean": {1: 0.1, 2: 0.2}}
+
+
+def test_a_trained_step_that_was_not_recorded_keeps_its_training_rollouts(tmp_path: Path) -> None:
+    with RunStore(tmp_path) as store:
+        for step in (1, 2):
+            fill(store, step)
+            fill(store, step, "eval")
+        store.forget_after(2, 1)
+        assert sorted(store.lengths_by_step()) == [1, 2] and sorted(store.lengths_by_step("eval")) == [1]
+        assert {event.step for event in store.events()} == {1, 2}
+        assert store.metrics_by_name() == {"reward/mean": {1: 0.1}}
 
 
 def test_reading(tmp_path: Path) -> None:
@@ -150,7 +161,7 @@ def test_kill_9_keeps_whole_transactions(tmp_path: Path) -> None:
         lengths = store.lengths_by_step()
         assert set(range(1, seen + 1)) <= set(lengths), "what was reported as written is there"
         assert {len(rows) for rows in lengths.values()} == {50}, "all rows of a step or none"
-        store.forget_after(10)
+        store.forget_after(10, 10)
         assert max(store.lengths_by_step()) == 10
 
 

@@ -40,7 +40,7 @@ from slipstream.schedule.events import (
 from slipstream.schedule.order import PromptOrder
 from slipstream.schedule.scheduler import Scheduler
 
-NEW, RESUMED, CUT_SHORT = RunBegan(0, False), RunBegan(4, True), RunBegan(4, False)
+NEW, RESUMED, CUT_SHORT = RunBegan(0, 0, False), RunBegan(4, 12, True), RunBegan(4, 12, False)
 
 
 def settings_of(*, with_eval: bool = True, **changes: dict[str, Any]) -> Config:
@@ -91,11 +91,9 @@ def world(action: Action, differ: Sequence[bool] = ()) -> list[Event]:
             return []
 
 
-def play(
-    config: Config, first: Event = NEW, *, position: int = 0, stop_before: int = -1, differ: Sequence[bool] = ()
-) -> list[Action]:
+def play(config: Config, first: Event = NEW, *, stop_before: int = -1, differ: Sequence[bool] = ()) -> list[Action]:
     """Drive a run to its end; `stop_before`: ask to stop before the n-th event is told. All actions, in order."""
-    scheduler, inbox, done = Scheduler(config, position=position), [first], []
+    scheduler, inbox, done = Scheduler(config), [first], []
     for number in range(500):
         assert inbox, "nothing is under way, and the run has not finished"
         event: Event = StopAsked("tired") if number == stop_before else inbox.pop(0)
@@ -164,7 +162,7 @@ def test_prompts_are_consumed_in_order_and_none_twice(differ: list[bool], rounds
     config = settings_of(
         train={"steps": 4}, algorithm={"dynamic_sampling": True, "max_sampling_rounds": rounds}, with_eval=False
     )
-    actions = play(config, differ=differ, position=7)
+    actions = play(config, RunBegan(0, 7, False), differ=differ)
     positions = [action.position for action in actions if isinstance(action, Generate)]
     assert positions == list(range(7, 7 + len(positions)))
     trained = [position for action in actions if isinstance(action, Train) for position in action.positions]
@@ -279,7 +277,7 @@ def test_a_stopped_and_resumed_run_does_what_an_unbroken_one_does(number: int, w
         return  # it was over before
     assert stopped[-1] == Finish("tired")
     saves = [action for action in stopped if isinstance(action, Save)]
-    resumed = play(config, RunBegan(saves[-1].step, saves[-1].concluded), position=saves[-1].position)
+    resumed = play(config, RunBegan(saves[-1].step, saves[-1].position, saves[-1].concluded))
 
     def kept(actions: list[Action], kind: type) -> list[Action]:
         return [action for action in actions if isinstance(action, kind)]
@@ -292,21 +290,21 @@ def test_a_stopped_and_resumed_run_does_what_an_unbroken_one_does(number: int, w
 
 def test_a_concluded_step_is_not_evaluated_or_recorded_again() -> None:
     config = settings_of(train={"steps": 5}, eval={"every": 4})
-    assert play(config, RESUMED, position=12)[:4] == [PushWeights(4), *asked(5, 12, 13, 14)]
+    assert play(config, RESUMED)[:4] == [PushWeights(4), *asked(5, 12, 13, 14)]
 
 
 def test_a_step_cut_short_is_evaluated_and_recorded_first() -> None:
     config = settings_of(train={"steps": 5}, eval={"every": 4}, run={"save_every": 4})
-    actions = play(config, CUT_SHORT, position=12)
+    actions = play(config, CUT_SHORT)
     assert actions[:5] == [PushWeights(4), Evaluate(4), Record(4), Save(4, 12, True), Generate(5, 12)]
 
 
 def test_a_finished_run_that_is_resumed_finishes() -> None:
-    assert play(settings_of(train={"steps": 4}), RESUMED, position=12) == [PushWeights(4), Finish("done")]
+    assert play(settings_of(train={"steps": 4}), RESUMED) == [PushWeights(4), Finish("done")]
 
 
 def test_a_finished_run_goes_on_when_more_steps_are_asked_for() -> None:
-    assert Train(5, (12, 13, 14)) in play(settings_of(train={"steps": 5}), RESUMED, position=12)
+    assert Train(5, (12, 13, 14)) in play(settings_of(train={"steps": 5}), RESUMED)
 
 
 EVERY_KIND = [

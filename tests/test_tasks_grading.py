@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from slipstream.types import Problem, Request, Rollout, SamplingParams, Scored, 
 FUNCTIONS = Path(__file__).parent / "data" / "reward_functions.py"
 Item = tuple[Problem, Rollout, str]
 TIMEOUT_S = 1.0
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads process states in /proc")
 
 
 def item(text: str, problem: Problem | None = None, **columns: Any) -> Item:
@@ -65,6 +69,7 @@ def by_text() -> Iterator[Grader]:
         (["hang", "a"], ["timeout", "timeout"], "reward.timeout_s = 1 s"),
         (["exit", "a"], ["died", 1.0], "exit code 1"),
         (["kill"], ["died"], "exit code -9"),
+        (["memory", "a"], ["raised", 1.0], "a call may take 4 GiB"),
         ([], [], ""),
     ],
 )
@@ -110,6 +115,99 @@ def test_closing_drops_what_is_pending_and_may_be_repeated() -> None:
     grader.close()
     grader.close()
     assert grader.num_pending == 0 and grader.poll(wait_s=1) == []
+
+
+def test_what_a_reward_prints_does_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    with Grader(reward("by_text")) as grader:
+        assert summary(grade(grader, "print")) == [1.0]
+    out, err = capfd.readouterr()
+    assert "printed by a reward" in err and out == ""
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float) -> bool:
+    until_s = time.monotonic() + limit_s
+    while not holds() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    return holds()
+
+
+@needs_proc
+@pytest.mark.parametrize("end", ["timeout", "close"])
+def test_a_worker_takes_its_subprocesses_with_it(tmp_path: Path, end: str) -> None:
+    pids = tmp_path / "pids"
+    with Grader(reward("hangs_with_a_child", timeout_s=1 if end == "timeout" else 60)) as grader:
+        grader.submit(0, [item(f"python {pids}")])
+        assert wait_until(pids.exists, 40)
+        if end == "timeout":
+            assert summary(grader.poll(wait_s=40)[0][1]) == ["timeout"]
+        else:
+            grader.close()
+        worker, child = map(int, pids.read_text().split())
+        assert wait_until(lambda: not is_running(worker) and not is_running(child), 5)
+
+
+@needs_proc
+@pytest.mark.parametrize("where", ["python", "c"])
+def test_a_hung_worker_does_not_outlive_a_killed_parent(tmp_path: Path, where: str) -> None:
+    script, pids = tmp_path / "script.py", tmp_path / "pids"
+    script.write_text(
+        "import sys, time\n"
+        f"sys.path.append({str(Path(__file__).parent)!r})\n"
+        'if __name__ == "__main__":\n'
+        "    from slipstream.tasks import grading\n"
+        "    from test_tasks_grading import item, reward\n"
+        f"    grading.GRACE_S = {60 if where == 'python' else 0}\n"
+        f"    limit_s = {60 if where == 'python' else 3}\n"
+        "    grader = grading.Grader(reward('hangs_with_a_child', timeout_s=limit_s))\n"
+        f"    grader.submit(0, [item('{where} {pids}')])\n"
+        "    time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, str(script)])
+    try:
+        assert wait_until(pids.exists, 50)
+    finally:
+        parent.kill()
+        parent.wait()
+    worker, child = map(int, pids.read_text().split())
+    try:
+        assert wait_until(lambda: not is_running(worker), 10)
+        assert where == "c" or wait_until(lambda: not is_running(child), 5)
+    finally:
+        for pid in filter(is_running, (worker, child)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def run_script(*command: str, **settings: Any) -> str:
+    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=90, **settings)
+    return ended.stdout + ended.stderr
+
+
+def test_a_script_without_a_guard_is_told_to_write_one(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\n"
+        "from test_tasks_grading import Grader, item, reward\n"
+        "with Grader(reward('length')) as grader:\n"
+        "    grader.submit(0, [item('a')])\n"
+        "    print('parent:', grader.poll(wait_s=80)[0][1][0].kind)\n"
+    )
+    said = run_script(str(script))
+    assert "parent: died" in said and "ValueError: this script" in said and 'if __name__ == "__main__":\n' in said
+
+
+def test_a_script_from_stdin_is_refused() -> None:
+    script = (
+        "from slipstream.config import Reward\nfrom slipstream.tasks.grading import Grader\n"
+        'if __name__ == "__main__":\n    Grader(Reward()).close()\n'
+    )
+    said = run_script("-", input=script)
+    assert "ValueError" in said and "Save the script to a file" in said
 
 
 def test_several_functions_make_one_weighted_sum() -> None:

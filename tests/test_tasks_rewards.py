@@ -76,6 +76,28 @@ def test_a_file_that_fails_to_import(tmp_path: Path) -> None:
         resolve_reward(f"{tmp_path}/bad.py:f")
 
 
+def test_a_module_that_exits_on_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "a_script_that_exits.py").write_text("import sys\nsys.exit(2)\n")
+    for function in (f"{tmp_path}/a_script_that_exits.py:f", "a_script_that_exits.f"):
+        with pytest.raises(ValueError, match=r"importing .*a_script_that_exits.* failed: SystemExit: 2"):
+            resolve_reward(function)
+
+
+def test_a_file_imports_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour_a.py").write_text("def value(text):\n    return 2.0 * len(text)\n")
+    (tmp_path / "neighbour_b.py").write_text("ONE = 1.0\n")
+    (tmp_path / "mine.py").write_text(
+        "import neighbour_a\n"
+        "def f(completions):\n"
+        "    from neighbour_b import ONE\n"
+        "    return [neighbour_a.value(text) + ONE for text in completions]\n"
+    )
+    assert score(f"{tmp_path}/mine.py:f", ["abc"]) == [7.0]
+    assert sys.path[-1] == str(tmp_path), "the folder must come last: its names shadow nothing"
+
+
 @pytest.mark.parametrize(
     ("function", "columns", "words"),
     [

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.config import Algorithm, Training
 from slipstream.models.attention import ATTENTION_NAME
+from slipstream.train.algorithms import ALGORITHMS
 from slipstream.train.loss import logprobs_and_entropy, mean_metrics, merge_metrics, policy_loss
 from slipstream.train.trainer import Trainer
 from slipstream.types import TrainSample
@@ -20,6 +21,7 @@ from slipstream.types import TrainSample
 TEMPERATURE, MAX_NEW_TOKENS, VOCABULARY = 0.7, 12, 40
 ALL = ["grpo", "dr_grpo", "rloo", "reinforce++", "gspo", "cispo"]
 # What each algorithm is, written out once more, on purpose not read from the table under test.
+OWN_CLIP = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 OWN_AGGREGATION = {
     "grpo": "sequence_mean", "dr_grpo": "constant", "rloo": "token_mean", "reinforce++": "token_mean",
     "gspo": "sequence_mean", "cispo": "token_mean",
@@ -70,7 +72,10 @@ def plain_loss(
     old: dict[str, Tensor],
 ) -> Tensor:
     aggregation = OWN_AGGREGATION[name] if algorithm.aggregation == "auto" else algorithm.aggregation
-    low, high, advantage_of = 1 - algorithm.clip_low, 1 + algorithm.clip_high, {s.uid: s.advantage for s in samples}
+    own_low, own_high = OWN_CLIP.get(name, (0.2, 0.2))
+    low = 1 - (own_low if algorithm.clip_low is None else algorithm.clip_low)
+    high = 1 + (own_high if algorithm.clip_high is None else algorithm.clip_high)
+    advantage_of = {s.uid: s.advantage for s in samples}
     per_sample = []
     for sample in samples:
         logprobs, advantage, losses = plain_logprobs(model, sample), advantage_of[sample.uid], []
@@ -123,9 +128,9 @@ def compare(
 
     training = Training(micro_batch_tokens=micro_batch_tokens, logprob_chunk_tokens=5, precision="float32")
     trainer = Trainer(
-        packed, training, algorithm, temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS, total_steps=1,
-        reference=packed_reference if algorithm.kl_coef else None,
+        packed, training, algorithm, temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS
     )  # fmt: skip
+    trainer.reference = packed_reference if algorithm.kl_coef else None
     if planted == "ratio":
         trainer.recipe = replace(trainer.recipe, ratio_level="token")
     elif planted == "aggregation":
@@ -152,8 +157,13 @@ TOLERANCE = 6e-6  # measured: 8e-7 to 1.6e-6
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
     "settings",
-    [{"importance_cap": 0.0}, {"kl_coef": 0.3}, {"kl_coef": 0.05, "aggregation": "constant", "clip_high": 0.28}],
-    ids=["plain", "kl_tis", "kl_tis_constant_clip_higher"],
+    [
+        {"importance_cap": 0.0},
+        {"kl_coef": 0.3},
+        {"clip_low": 0.2, "clip_high": 0.2},
+        {"kl_coef": 0.05, "aggregation": "constant", "clip_high": 0.28},
+    ],
+    ids=["plain", "kl_tis", "tis_one_clip_for_all", "kl_tis_constant_clip_higher"],
 )
 def test_gradient_equals_the_plain_one(name: str, settings: dict[str, float]) -> None:
     gradient, loss = compare(Algorithm(name=name, **settings))
@@ -196,9 +206,7 @@ def test_logprobs_and_entropy_do_not_depend_on_the_chunks_and_never_hold_all_log
 
 
 def test_metrics_by_hand_and_merged() -> None:
-    trainer_recipe = Trainer(
-        tiny_llama(0, ATTENTION_NAME), Training(), Algorithm(), temperature=1, max_new_tokens=4, total_steps=1
-    ).recipe
+    trainer_recipe = ALGORITHMS["grpo"]
     old, logprobs = torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -2.0])
     behaviour = torch.tensor([-1.5, -1.0])
     merged: dict[str, tuple[Tensor, float]] = {}
@@ -221,14 +229,7 @@ def test_metrics_by_hand_and_merged() -> None:
 
 def test_extreme_ratios_keep_finite_gradients() -> None:
     for name in ALL:
-        recipe = Trainer(
-            tiny_llama(0, ATTENTION_NAME),
-            Training(),
-            Algorithm(name=name),
-            temperature=1,
-            max_new_tokens=4,
-            total_steps=1,
-        ).recipe
+        recipe = ALGORITHMS[name]
         logprobs = torch.tensor([-0.1, -300.0], requires_grad=True)
         loss, metrics = policy_loss(
             logprobs, old_logprobs_N=torch.tensor([-300.0, -0.1]), behaviour_logprobs_N=torch.tensor([-0.1, -300.0]),

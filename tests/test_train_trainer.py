@@ -41,10 +41,11 @@ def make_trainer(
     model: nn.Module, algorithm: Algorithm | None = None, reference: Any = None, **training: Any
 ) -> Trainer:
     settings: dict[str, Any] = {"steps": 20, "lr": 3e-3, "micro_batch_tokens": 24, "logprob_chunk_tokens": 7}
-    return Trainer(
-        model, Training(**{**settings, **training}), algorithm or Algorithm(), temperature=1.0, max_new_tokens=6,
-        total_steps=20, reference=reference,
-    )  # fmt: skip
+    trainer = Trainer(
+        model, Training(**{**settings, **training}), algorithm or Algorithm(), temperature=1.0, max_new_tokens=6
+    )
+    trainer.reference = reference
+    return trainer
 
 
 def make_samples(step: int, prompts: int = 4, advantage: float = 1.0) -> list[TrainSample]:
@@ -170,7 +171,7 @@ def test_non_finite_never_reaches_the_weights() -> None:
     samples = make_samples(3)
     samples[5] = replace(samples[5], advantage=math.nan)
     before = weights(model)
-    with pytest.raises(NonFiniteLoss, match="step 0, samples 3/0/0"):
+    with pytest.raises(NonFiniteLoss, match=r"in step 1, samples 3/0/0.*train\.lr"):
         trainer.step(samples)
     assert torch.equal(weights(model), before) and trainer.steps_done == 0
     assert not trainer.optimizer.state
@@ -193,7 +194,35 @@ def test_a_poisoned_token_names_its_sample() -> None:
     samples[3] = replace(samples[3], response_ids=(20, 2, 3))
     with pytest.raises(NonFiniteLoss) as caught:
         make_trainer(model, micro_batch_tokens=10_000).step(samples)
-    assert caught.value.uids == ("1/1/1",) and caught.value.step == 0
+    assert caught.value.uids == ("1/1/1",)
+
+
+def test_a_fault_of_the_warm_start_says_so() -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.nan)
+    with pytest.raises(NonFiniteLoss, match=r"in a warm-start step, samples pair 0.*warmup\.lr"):
+        make_trainer(model).supervised_step([((1, 2), (3, 4))], 1e-3)
+
+
+def test_a_skipped_step_advances_the_schedule_only() -> None:
+    model = tiny_llama()
+    trainer = make_trainer(model, lr=1.0, lr_schedule="linear", steps=4)
+    before = weights(model)
+    trainer.skip_step()
+    assert torch.equal(weights(model), before) and trainer.state_dict()["steps_done"] == 1
+    assert trainer.step(make_samples(0))["actor/lr"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    ("name", "clip"),
+    [("grpo", (0.2, 0.2)), ("reinforce++", (0.2, 0.2)), ("gspo", (3e-4, 4e-4)), ("cispo", (1.0, 4.0))],
+)
+def test_clips_are_the_algorithms_own_unless_set(name: str, clip: tuple[float, float]) -> None:
+    own = make_trainer(tiny_llama(), Algorithm(name=name))
+    assert (own.clip_low, own.clip_high) == clip
+    told = make_trainer(tiny_llama(), Algorithm(name=name, clip_low=0.0, clip_high=0.28))
+    assert (told.clip_low, told.clip_high) == (0.0, 0.28)
 
 
 def test_tied_weights_once_and_decay_on_matrices_only() -> None:
@@ -209,7 +238,8 @@ def test_refusals_name_the_setting() -> None:
     with pytest.raises(ValueError, match="float32"):
         make_trainer(tiny_llama().to(torch.bfloat16))
     with pytest.raises(ValueError, match=r"sampling\.temperature"):
-        Trainer(tiny_llama(), Training(), Algorithm(), temperature=0.0, max_new_tokens=4, total_steps=1)
+        Trainer(tiny_llama(), Training(), Algorithm(), temperature=0.0, max_new_tokens=4)
+    Trainer(tiny_llama(), Training(steps=0), Algorithm(), temperature=0.0, max_new_tokens=4)
     with pytest.raises(ValueError, match="at least one sample"):
         make_trainer(tiny_llama()).step([])
 

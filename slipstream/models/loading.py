@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from slipstream.models.attention import ATTENTION_NAME, Attention, AttentionForm, Documents, attending
 from slipstream.models.packed import document_hidden, head_logits
 from slipstream.models.tiny import build_tiny_model, build_tiny_tokenizer
+from slipstream.models.weights import cast_weights
 
 # Its bars for loading a few megabytes would break up our own.
 transformers_logging.disable_progress_bar()
@@ -30,7 +31,8 @@ SMOLLM2_CHAT_TOKENS = {"<|im_start|>": 1, "<|im_end|>": 2}
 def load_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
     """The model with our attention in it. ValueError names what cannot be served and why."""
     if name == "tiny":
-        model: PreTrainedModel = build_tiny_model(seed, len(build_tiny_tokenizer())).to(dtype)
+        model: PreTrainedModel = build_tiny_model(seed, len(build_tiny_tokenizer()))
+        cast_weights(model, dtype)
     else:
         folder = _resolve(name)
         try:

@@ -42,7 +42,9 @@ def prompt_key(token_ids: Sequence[int]) -> str:
     return hashlib.blake2b(np.asarray(token_ids, "<i4").tobytes(), digest_size=8).hexdigest()
 
 
-def render_solution(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def render_solution(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, max_new_tokens: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(prompt ids, response ids) of a worked solution, with the token that ends it."""
     solution = prompt.problem.solution
     if solution is None:
@@ -50,8 +52,14 @@ def render_solution(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple
             f"problem {prompt.problem.index} of {prompt.problem.source} has no worked solution, which the warm start "
             "learns from; give the data a `solution` column, use a built-in task, or leave `warmup:` out"
         )
-    response = tokenizer(solution, add_special_tokens=False)["input_ids"]
-    return prompt.token_ids, (*response, tokenizer.eos_token_id)
+    response = (*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+    if len(response) > max_new_tokens:
+        raise ValueError(
+            f"problem {prompt.problem.index} of {prompt.problem.source} has a worked solution of {len(response)} "
+            f"tokens, more than sampling.max_new_tokens={max_new_tokens}: the warm start would teach answers that are "
+            "always cut; raise that, or make the task easier"
+        )
+    return prompt.token_ids, response
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -21,6 +21,13 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter.detach()
 
 
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Change the parameters' number format, and nothing else: `model.to(dtype)` would round the rotary frequencies too,
+    which is an error of radians at a thousand tokens."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 @torch.no_grad()
 def write_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy into the model's own storage, converting the dtype; names and shapes must match exactly."""

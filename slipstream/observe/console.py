@@ -23,9 +23,11 @@ _WINDOW_STEPS = 15
 
 
 class Advance(Protocol):
-    """Report progress: n more units. `tokens` adds up to a rate; other facts show their latest value."""
+    """Report progress: n more units. `more_total` raises the phase's total, where one is known: advance(0,
+    more_total=8) when there is more to do than was said. `tokens` adds up to a rate; other facts show their latest
+    value."""
 
-    def __call__(self, n: int = 1, **facts: float) -> None: ...
+    def __call__(self, n: int = 1, *, more_total: int = 0, **facts: float) -> None: ...
 
 
 class Console:
@@ -60,24 +62,26 @@ class Console:
 
     @contextmanager
     def phase(self, name: str, total: int | None) -> Iterator[Advance]:
-        """A bar while the phase lasts, e.g. phase("rollout", 128); `total` None when it is not known."""
+        """A bar while the phase lasts, e.g. phase("rollout", 128); `total` None when it is not known. The total may
+        grow: see Advance."""
         if self._bars is None:
             yield _ignore
             return
         bars, started_s = self._bars, self._clock()
         task = bars.add_task(name, total=total, facts="")
-        tokens = 0.0
+        tokens, units = 0.0, total
         shown: dict[str, float] = {}
 
-        def advance(n: int = 1, **facts: float) -> None:
-            nonlocal tokens
+        def advance(n: int = 1, *, more_total: int = 0, **facts: float) -> None:
+            nonlocal tokens, units
+            units = None if units is None else units + more_total
             tokens += facts.pop("tokens", 0.0)
             shown.update(facts)
             words = [f"{key} {value:.3g}" for key, value in shown.items()]
             elapsed_s = self._clock() - started_s
             if tokens and elapsed_s > 0:
                 words.insert(0, f"{tokens / elapsed_s:,.0f} tok/s")
-            bars.update(task, advance=n, facts="  ".join(words))
+            bars.update(task, advance=n, total=units, facts="  ".join(words))
 
         try:
             yield advance
@@ -96,8 +100,7 @@ class Console:
         left_s = self.time_left_s(step)
         self._print(format_step(step, self._total_steps, metrics, left_s))
         if self._bars and self._overall is not None:
-            facts = f"left {format_duration(left_s)}" if left_s else ""
-            self._bars.update(self._overall, completed=step, facts=facts)
+            self._bars.update(self._overall, completed=step, facts=format_overall(metrics, left_s))
 
     def time_left_s(self, step: int) -> float | None:
         """Estimate after `step` steps; None before the first one is timed."""
@@ -136,7 +139,10 @@ class Console:
 
 
 def format_step(step: int, total_steps: int, metrics: Mapping[str, float], left_s: float | None) -> str:
-    """`step 12/80  reward 0.53  len 87 (p99 210)  1,234 tok/s  gen 3.1s  train 2.0s  left 2m10s`."""
+    """`step 12/80  reward 0.530  len 87 (p99 210)  1,234 tok/s  gen 3.1s  train 2.0s  left 2m10s`.
+
+    tok/s is the speed of generation (rollout/tokens_per_s), or of the whole step where that is not measured.
+    """
     width = len(str(total_steps))
     words = [f"step {step:>{width}}/{total_steps}"]
     if "reward/mean" in metrics:
@@ -146,12 +152,25 @@ def format_step(step: int, total_steps: int, metrics: Mapping[str, float], left_
     if "response_length/mean" in metrics:
         p99 = metrics.get("response_length/p99")
         words.append(f"len {metrics['response_length/mean']:.0f}" + (f" (p99 {p99:.0f})" if p99 is not None else ""))
-    if "perf/throughput" in metrics:
-        words.append(f"{metrics['perf/throughput']:,.0f} tok/s")
+    speed = metrics.get("rollout/tokens_per_s", metrics.get("perf/throughput"))
+    if speed is not None:
+        words.append(f"{speed:,.0f} tok/s")
     for label, name in (("gen", "timing_s/gen"), ("train", "timing_s/update_actor")):
         if name in metrics:
             words.append(f"{label} {metrics[name]:.1f}s")
     if left_s is not None and step < total_steps:
+        words.append(f"left {format_duration(left_s)}")
+    return "  ".join(words)
+
+
+def format_overall(metrics: Mapping[str, float], left_s: float | None) -> str:
+    """Beside the bar of all steps: `reward 0.530  980 tok/s  left 2m10s`; tok/s is of the whole step."""
+    words = []
+    if "reward/mean" in metrics:
+        words.append(f"reward {metrics['reward/mean']:.3f}")
+    if "perf/throughput" in metrics:
+        words.append(f"{metrics['perf/throughput']:,.0f} tok/s")
+    if left_s:
         words.append(f"left {format_duration(left_s)}")
     return "  ".join(words)
 
@@ -198,5 +217,5 @@ def _make_bars(rich: RichConsole) -> Progress:
     )
 
 
-def _ignore(n: int = 1, **facts: float) -> None:
+def _ignore(n: int = 1, *, more_total: int = 0, **facts: float) -> None:
     """Progress that nobody is shown."""

@@ -20,9 +20,10 @@ Metrics = Mapping[str, Series]
 Figure = dict[str, Any]
 
 BLUE, AQUA, YELLOW, GREEN = "#2a78d6", "#1baf7a", "#eda100", "#3a8a1f"
-VIOLET, RED, GREY = "#6a5acd", "#e34948", "#9aa0a6"
+VIOLET, RED, ORANGE, GREY = "#6a5acd", "#e34948", "#d9730d", "#9aa0a6"
 CYCLE = (BLUE, AQUA, YELLOW, VIOLET, RED, GREEN)
 PHASES = {
+    "timing_s/warmup": ("warm start", ORANGE),
     "timing_s/gen": ("rollout", BLUE),
     "timing_s/reward": ("reward", AQUA),
     "timing_s/update_actor": ("training", YELLOW),
@@ -30,6 +31,9 @@ PHASES = {
     "timing_s/eval": ("evaluation", VIOLET),
     "timing_s/save": ("checkpoint", RED),
 }
+BETWEEN_STEPS = ("timing_s/warmup", "timing_s/save")
+"""Phases that timing_s/step does not cover: the warm start is before all steps (its row is 0), and a checkpoint comes
+after a step is recorded, so its seconds are in the row of the following step."""
 HEALTH = {
     "actor/pg_loss": "Policy loss",
     "actor/entropy": "Entropy (nats per token)",
@@ -103,13 +107,14 @@ def length_bands(lengths_by_step: Mapping[int, Sequence[int]]) -> Figure | None:
 
 
 def time_stack(metrics: Metrics) -> Figure | None:
-    """Seconds of each phase, stacked by step; what timing_s/step has beyond them is "other"."""
+    """Seconds of each phase, stacked by step; what timing_s/step has beyond the phases it covers is "other"."""
     timed = {name: metrics[name] for name in PHASES if metrics.get(name)}
     if not timed:
         return None
     traces = [_bars(*PHASES[name], series) for name, series in timed.items()]
+    covered = [series for name, series in timed.items() if name not in BETWEEN_STEPS]
     other = {
-        step: max(0.0, total - sum(series.get(step, 0.0) for series in timed.values()))
+        step: max(0.0, total - sum(series.get(step, 0.0) for series in covered))
         for step, total in metrics.get("timing_s/step", {}).items()
     }
     if sum(other.values()) > 0.01 * sum(metrics.get("timing_s/step", {}).values()):

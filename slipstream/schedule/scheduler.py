@@ -32,11 +32,9 @@ from slipstream.schedule.events import (
 
 
 class Scheduler:
-    def __init__(self, config: Config, *, position: int = 0) -> None:
-        """`position`: the first prompt of the order that no finished step has used."""
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._position = position
-        self._position_after_step = position
+        self._position = self._position_after_step = 0
         self._step = 0
         self._concluded = False
         self._round = 0
@@ -49,6 +47,7 @@ class Scheduler:
         match event:
             case RunBegan():
                 self._step, self._concluded = event.step, event.concluded
+                self._position = self._position_after_step = event.position
                 return [PushWeights(event.step)]
             case GroupScored():
                 return self._on_group(event)

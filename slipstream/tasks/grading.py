@@ -5,17 +5,27 @@ Owns the worker processes and the translation of what happens to them into Score
   its call: one call is one reward function on one group;
 - a call on several samples that raised or died is repeated once for each sample alone, so that one bad sample does not
   take its siblings (not after a timeout, which would multiply the wait);
-- workers import `slipstream.tasks` and the user's reward only; imports do not count against the time limit.
-Workers are spawned, not forked: the parent has torch threads. Spawning runs the parent's main script up to its
-`if __name__ == "__main__"`, so entry points must import torch late.
+- workers import `slipstream.tasks` and the user's reward only; imports do not count against the time limit;
+- no worker outlives its parent, and its subprocesses are killed with it (not those of one that died by itself or was
+  stuck in C code: these are the reward author's business).
+Workers are spawned, not forked, for the parent has torch threads: each runs the parent's main script up to its
+`if __name__ == "__main__"`, so entry points import torch late.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
 import math
 import multiprocessing
+import multiprocessing.spawn
 import os
+import re
+import resource
+import signal
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +33,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as CallTimeout
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -38,6 +49,11 @@ MAX_STARTS = 3
 """Times a call is handed to a pool; a pool that broke under it this often means that the workers cannot live."""
 LOOK_S = 0.25
 """While waiting, look this often whether the pool itself broke."""
+GRACE_S = 30.0
+"""A worker ends itself when a call is this much past its limit: then nobody is left who would kill it."""
+MEMORY_BYTES = 4 * 2**30
+"""What a worker may take on top of its imports. Model output reaches sympy, where a few characters (9^9^9^9) ask for
+any amount; without a limit the machine's OOM killer might choose the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +108,7 @@ class Grader:
     """
 
     def __init__(self, reward: Reward, problems: Sequence[Problem] = ()) -> None:
+        _check_main()
         check_rewards(reward, problems)
         self._reward = reward
         self._names = reward_names(reward)
@@ -154,7 +171,7 @@ class Grader:
         pool = ProcessPool(
             max_workers=self._reward.workers,
             initializer=_start_worker,
-            initargs=(self._functions, self._warm),
+            initargs=(self._functions, self._warm, self._reward.timeout_s + GRACE_S),
             context=multiprocessing.get_context("spawn"),
         )
         pool.schedule(os.getpid)  # a pool starts its processes with its first call; let them import meanwhile
@@ -188,7 +205,7 @@ class Grader:
                     call.future = self._schedule(group, call.function, call.positions)
                     call.num_starts += 1
                 elif not call.future.done():
-                    call.future.set_result(Fault("died", "the grading workers died again and again"))
+                    call.future.set_result(Fault("died", "the grading workers die again and again; see stderr"))
 
     def _collect(self, group: _Group) -> None:
         for call in [call for call in group.calls if call.future.done()]:
@@ -236,13 +253,39 @@ def _code(error: BaseException) -> Any:
     return getattr(error, "exitcode", "unknown")
 
 
+def _check_main() -> None:
+    """Raise ValueError where a spawned worker could not run the parent's main script."""
+    try:
+        given = multiprocessing.spawn.get_preparation_data("worker")
+    except RuntimeError:  # this process is itself a worker, and still runs that script
+        raise ValueError(
+            "this script starts grading workers, and each of them runs it again. Put what it does into a function and "
+            'call that at the end of the file under a guard:\n\nif __name__ == "__main__":\n    main()\n'
+        ) from None
+    path = given.get("init_main_from_path")
+    if path is not None and not Path(path).exists() and Path(path).stem != "ipython":
+        raise ValueError(
+            f"grading workers run the main script again, and it cannot be read from {path}. Save the script to a file "
+            "and run that: python script.py (not python < script.py)"
+        )
+
+
 # From here on: what runs in the worker process.
 
 _calls: list[RewardCall | Fault] = []
+_longest_call_s = math.inf
 
 
-def _start_worker(functions: Sequence[str], warm: Sequence[tuple[str, str]]) -> None:
+def _start_worker(functions: Sequence[str], warm: Sequence[tuple[str, str]], longest_call_s: float) -> None:
     """Import all that the reward needs. Must not raise: pebble would start workers in a circle."""
+    global _longest_call_s
+    _longest_call_s = longest_call_s
+    os.setsid()
+    signal.signal(signal.SIGTERM, _kill_group)  # pebble sends it on a timeout and at the end
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with contextlib.suppress(OSError):  # stderr is closed
+        os.dup2(2, 1)  # our stdout is for results (`--json`), not for what a reward prints
+    sys.stdout = sys.stderr
     real_exit: Callable[[int], Any] = os._exit
     # pebble takes exit code 0 for a worker that has finished and would leave its call waiting for the time limit.
     os._exit = lambda status: real_exit(status or 1)  # type: ignore[assignment]
@@ -256,9 +299,39 @@ def _start_worker(functions: Sequence[str], warm: Sequence[tuple[str, str]]) -> 
             _calls.append(call)
         except Exception:
             _calls.append(Fault("raised", traceback.format_exc()))
+    _limit_memory()
+
+
+def _kill_group(*_: Any) -> None:
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker without a parent"
+    parent.join()
+    _kill_group()
+
+
+def _limit_memory() -> None:
+    # Not RLIMIT_AS: it counts address space that is only reserved, of which CUDA and threads take a lot.
+    with contextlib.suppress(OSError, ValueError):  # no /proc (macOS), or a lower hard limit is there already
+        used = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        if used:
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (int(used[1]) * 1024 + MEMORY_BYTES, hard))
 
 
 def _grade(function: int, samples: Sequence[Sample]) -> list[Outcome] | Fault:
+    # The last resort if the parent is gone: unlike a Python thread, this also ends C code that keeps the GIL (a regex).
+    faulthandler.dump_traceback_later(_longest_call_s, exit=True, file=2)
+    try:
+        return _grade_now(function, samples)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _grade_now(function: int, samples: Sequence[Sample]) -> list[Outcome] | Fault:
     """One call: an outcome for each sample, or one fault for all. Everything returned is made of built-in types."""
     call = _calls[function]
     if isinstance(call, Fault):
@@ -280,6 +353,11 @@ def _grade(function: int, samples: Sequence[Sample]) -> list[Outcome] | Fault:
 def _guarded(score: Callable[[Any], Any], given: Any) -> Any:
     try:
         return score(given)
+    except MemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
+        gc.collect()
+        advice = f"a call may take {MEMORY_BYTES / 2**30:g} GiB; load what is large when the reward is imported"
+        return Fault("raised", f"{traceback.format_exc()}{advice}")
     except BaseException:  # also SystemExit of a reward that calls sys.exit
         return Fault("raised", traceback.format_exc())
 

@@ -145,9 +145,12 @@ def _import_file(path: Path, function: str) -> Any:
         raise ValueError(f"reward {function!r}: {path} is not a Python file (.py)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
+    folder = str(path.absolute().parent)
+    if folder not in sys.path:  # for the file's neighbours, now and in its functions; last, to shadow nothing of ours
+        sys.path.append(folder)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ValueError(f"reward {function!r}: importing {path} failed: {type(error).__name__}: {error}") from error
     return module
@@ -159,7 +162,7 @@ def _import_dotted(module_name: str, function: str) -> Any:
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"reward {function!r}: importing {module_name} failed: {type(error).__name__}: {error}; {WHAT_TO_WRITE}"
         ) from error

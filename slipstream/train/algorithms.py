@@ -34,6 +34,10 @@ class Recipe:
     """sequence: one ratio per response, the geometric mean of its token ratios."""
     objective: Literal["clip", "cispo"]
     aggregation: Aggregation
+    clip_low: float = 0.2
+    """Own value of algorithm.clip_low: the ratio is clipped below 1 - clip_low. 1.0 clips nothing: no ratio is < 0."""
+    clip_high: float = 0.2
+    """Own value of algorithm.clip_high: the ratio is clipped above 1 + clip_high."""
 
 
 def standardised_in_group(groups: Rewards) -> list[list[float]]:
@@ -70,9 +74,11 @@ ALGORITHMS: dict[str, Recipe] = {
     # REINFORCE++, arXiv 2501.03262.
     "reinforce++": Recipe(standardised_in_batch, "token", "clip", "token_mean"),
     # GSPO, arXiv 2507.18071. Its ratios stay near 1: the paper clips at 3e-4 and 4e-4, not at 0.2.
-    "gspo": Recipe(standardised_in_group, "sequence", "clip", "sequence_mean"),
-    # CISPO: MiniMax-M1, arXiv 2506.13585: the clipped ratio is a constant weight of the log-probability.
-    "cispo": Recipe(standardised_in_group, "token", "cispo", "token_mean"),
+    "gspo": Recipe(standardised_in_group, "sequence", "clip", "sequence_mean", clip_low=3e-4, clip_high=4e-4),
+    # CISPO: MiniMax-M1, arXiv 2506.13585: the clipped ratio is a constant weight of the log-probability. The paper has
+    # no lower clip and gives no number for the upper one; a weight of at most 5 is ScaleRL's (arXiv 2510.13786), and
+    # what TRL recommends.
+    "cispo": Recipe(standardised_in_group, "token", "cispo", "token_mean", clip_low=1.0, clip_high=4.0),
 }
 
 
@@ -90,16 +96,15 @@ def token_weights(lengths: Sequence[int], aggregation: Aggregation, max_new_toke
     return [1.0 / (len(lengths) * max_new_tokens)] * len(lengths)
 
 
-def learning_rate(training: Training, step: int, total_steps: int | None = None) -> float:
+def learning_rate(training: Training, step: int) -> float:
     """Of step 0, 1, ...: linear warm-up that reaches lr at step lr_warmup_steps - 1, then constant, or falling so that
-    it would be 0 at `total_steps` (training.steps unless given), which is one past the last step."""
+    it would be 0 at training.steps, which is one past the last step."""
     warmup = training.lr_warmup_steps
     if step < warmup:
         return training.lr * (step + 1) / warmup
     if training.lr_schedule == "constant":
         return training.lr
-    last = training.steps if total_steps is None else total_steps
-    done = min(1.0, (step - warmup) / max(1, last - warmup))
+    done = min(1.0, (step - warmup) / max(1, training.steps - warmup))
     if training.lr_schedule == "linear":
         return training.lr * (1.0 - done)
     return training.lr * 0.5 * (1.0 + math.cos(math.pi * done))

@@ -96,6 +96,11 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     return next((path for _, path in _step_folders(run_dir / "checkpoints")), None)
 
 
+def point_latest_at(run_dir: Path, checkpoint: Path) -> None:
+    """From now on this is where the run goes on, whatever comes after it."""
+    _write_atomically(run_dir / LATEST, f"{checkpoint.resolve().relative_to(run_dir.resolve())}\n")
+
+
 def load_checkpoint(path: Path) -> Checkpoint:
     """Verify every file against the manifest and read the states. ValueError names a damaged file and what to do."""
     problem = find_damage(path)

@@ -35,13 +35,13 @@ Pair = tuple[Sequence[int], Sequence[int]]
 class NonFiniteLoss(ArithmeticError):
     """A loss or gradient was NaN or infinite. The weights are as they were before the update that failed."""
 
-    def __init__(self, what: str, step: int, uids: Sequence[str]) -> None:
+    def __init__(self, what: str, during: str, uids: Sequence[str], lr_setting: str) -> None:
         shown = ", ".join(uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
         super().__init__(
-            f"{what} is not finite in step {step}, samples {shown}; the optimizer was not stepped. "
-            "Try a lower train.lr, a lower train.max_grad_norm or train.precision=float32"
+            f"{what} is not finite in {during}, samples {shown}; the optimizer was not stepped. "
+            f"Try a lower {lr_setting}, a lower train.max_grad_norm or train.precision=float32"
         )
-        self.step, self.uids = step, tuple(uids)
+        self.uids = tuple(uids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +72,21 @@ class Trainer:
         *,
         temperature: float,
         max_new_tokens: int,
-        total_steps: int,
-        reference: PreTrainedModel | None = None,
     ) -> None:
-        if temperature <= 0 and total_steps > 0:
+        if temperature <= 0 and training.steps > 0:
             raise ValueError("greedy rollouts have no probabilities to train on: set sampling.temperature above 0")
         # parameters() gives tied weights once.
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if any(parameter.dtype != torch.float32 for parameter in self.parameters):
             raise ValueError("the trainer keeps float32 master weights: load its model with dtype float32")
-        self.model, self.reference = model, reference
+        self.model = model
+        self.reference: PreTrainedModel | None = None
+        """The model that algorithm.kl_coef pulls towards; to be set before the first step if that is above 0."""
         self.training, self.algorithm = training, algorithm
-        self.temperature, self.max_new_tokens, self.total_steps = temperature, max_new_tokens, total_steps
+        self.temperature, self.max_new_tokens = temperature, max_new_tokens
         self.recipe = ALGORITHMS[algorithm.name]
+        self.clip_low = self.recipe.clip_low if algorithm.clip_low is None else algorithm.clip_low
+        self.clip_high = self.recipe.clip_high if algorithm.clip_high is None else algorithm.clip_high
         self.aggregation = self.recipe.aggregation if algorithm.aggregation == "auto" else algorithm.aggregation
         self.device = self.parameters[0].device
         self.dtype = resolve_precision(training.precision, self.device)
@@ -115,7 +117,7 @@ class Trainer:
         updates = split_by_group(samples, self.training.updates_per_step)
         # With one update the old policy is the current one, so its log-probabilities come with the forward.
         old = self.logprobs_of(samples) if len(updates) > 1 else {}
-        lr = learning_rate(self.training, self.steps_done, self.total_steps)
+        lr = learning_rate(self.training, self.steps_done)
         total, done = sum(len(sample.response_ids) for sample in samples), 0
         metrics: Metrics = {}
         for update in updates:
@@ -131,6 +133,10 @@ class Trainer:
             on_progress(total, total)
         self.steps_done += 1
         return {**mean_metrics(metrics), "actor/lr": lr}
+
+    def skip_step(self) -> None:
+        """Count a step that had nothing to train on: the weights stay, the learning-rate schedule goes on."""
+        self.steps_done += 1
 
     def accumulate_gradients(
         self, update: Sequence[TrainSample], old: dict[str, Tensor]
@@ -149,7 +155,8 @@ class Trainer:
             behaviour = [value for sample in members for value in sample.behaviour_logprobs]
             assert len(behaviour) == len(batch.targets_N), f"behaviour log-probabilities do not match: {members[0].uid}"
             ref_logprobs_N = None
-            if self.reference is not None and self.algorithm.kl_coef > 0:
+            if self.algorithm.kl_coef > 0:
+                assert self.reference is not None, "algorithm.kl_coef > 0, and trainer.reference was not set"
                 with torch.no_grad():
                     ref_logprobs_N, _ = self._logprobs(self.reference, batch, self.temperature)
             logprobs_N, entropy_N = self._logprobs(self.model, batch, self.temperature)
@@ -161,8 +168,8 @@ class Trainer:
                 weights_N=batch.spread(weights),
                 lengths=batch.response_lengths,
                 recipe=self.recipe,
-                clip_low=self.algorithm.clip_low,
-                clip_high=self.algorithm.clip_high,
+                clip_low=self.clip_low,
+                clip_high=self.clip_high,
                 importance_cap=self.algorithm.importance_cap,
                 ref_logprobs_N=ref_logprobs_N,
                 kl_coef=self.algorithm.kl_coef,
@@ -248,19 +255,24 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             parts = zip(uids, logprobs_N.detach().split(lengths), strict=True)
             culprits = [uid for uid, part in parts if not torch.isfinite(part).all()]
-            raise NonFiniteLoss("the loss", self.steps_done, culprits or uids)
+            raise self._non_finite("the loss", culprits or uids)
 
     def _update(self, lr: float, uids: Sequence[str]) -> Tensor:
         """Clip, step, and forget the gradients; gives the norm before clipping."""
         norm = nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm)
         if not torch.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteLoss("the gradient", self.steps_done, uids)
+            raise self._non_finite("the gradient", uids)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _non_finite(self, what: str, uids: Sequence[str]) -> NonFiniteLoss:
+        if self.stage == "supervised":
+            return NonFiniteLoss(what, "a warm-start step", uids, "warmup.lr")
+        return NonFiniteLoss(what, f"step {self.steps_done + 1}", uids, "train.lr")
 
 
 def split_by_group(samples: Sequence[TrainSample], num_updates: int) -> list[list[TrainSample]]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 NOT_A_FUNCTION = 3
@@ -60,6 +63,10 @@ def by_text(completions: list[str]) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         if text == "sys.exit":
             sys.exit(3)
+        if text == "print":
+            print("printed by a reward")
+        if text == "memory":
+            bytes(5 * 2**30)
         values.append(
             {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "true": True, "none": None}.get(text, 1)
         )
@@ -86,6 +93,19 @@ def raises(completions: list[str]) -> list[float]:
 def hangs(completions: list[str]) -> list[float]:
     time.sleep(60)
     return [0.0] * len(completions)
+
+
+def hangs_with_a_child(completions: list[str]) -> list[float]:
+    """The completion says where it waits, in Python or in C code that keeps the GIL, and which file gets the pids."""
+    where, path = completions[0].split()
+    child = subprocess.Popen(["sleep", "60"])
+    Path(f"{path}.part").write_text(f"{os.getpid()} {child.pid}")
+    Path(f"{path}.part").rename(path)
+    if where == "python":
+        child.wait()
+    else:
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    return [0.0]
 
 
 def returns_nan(completions: list[str]) -> list[float]:

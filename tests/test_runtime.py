@@ -80,7 +80,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_leaves_what_the_design_says(unbroken: Path) -> None:
-    assert {"config.yaml", "run.db", "metrics.jsonl", "report.html", "checkpoints", "latest"} <= {
+    assert {"config.yaml", "run.db", "metrics.jsonl", "report.html", "trace.json", "checkpoints", "latest"} <= {
         path.name for path in unbroken.iterdir()
     }
     rows = measured(unbroken)

@@ -91,7 +91,7 @@ def _header(name: str, config: Config | None, metrics: Metrics) -> str:
     done = max([*metrics.get("reward/mean", {}), *metrics.get("rollout/tokens", {})], default=0)
     values = {"steps": f"{done} of {config.train.steps}" if config else f"{done}"}
     values["wall time"] = format_duration(wall_time_s(metrics))
-    values["reward"] = _first_to_last(metrics.get("reward/mean", {}))
+    values["reward"] = _first_to_last(metrics.get("reward/mean", {}), smoothed_steps=5)
     for evaluation in _evaluations(metrics)[:2]:
         values[evaluation.removeprefix("eval/")] = _first_to_last(metrics[evaluation])
     if metrics.get("rollout/tokens"):
@@ -187,14 +187,14 @@ def _shares(metrics: Metrics) -> str:
     return ", ".join(f"{label} {100 * s / total_s:.0f} %" for label, s in spent.items() if s >= 0.005 * total_s)
 
 
-def _first_to_last(series: Series) -> str:
-    """First and last value; the ends of a noisy curve are means of up to five steps."""
+def _first_to_last(series: Series, smoothed_steps: int = 1) -> str:
+    """First and last value; at the ends of a noisy curve, means of up to `smoothed_steps`."""
     values = [value for value in series.values() if math.isfinite(value)]
     if not values:
         return "none yet"
     if len(values) == 1:
         return f"{values[0]:.2f}"
-    width = min(5, len(values) // 4) or 1
+    width = min(smoothed_steps, len(values) // 4) or 1
     return f"{sum(values[:width]) / width:.2f} → {sum(values[-width:]) / width:.2f}"
 
 

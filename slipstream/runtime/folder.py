@@ -15,7 +15,17 @@ from slipstream.config import Config, dump_config, load_config
 from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, point_latest_at
 
 # What a run makes, and all that --overwrite removes: the folder may hold other things.
-CONTENTS = ("config.yaml", "run.db", "run.db-wal", "run.db-shm", "metrics.jsonl", "report.html", "latest", "wandb_id")
+CONTENTS = (
+    "config.yaml",
+    "run.db",
+    "run.db-wal",
+    "run.db-shm",
+    "metrics.jsonl",
+    "report.html",
+    "trace.json",
+    "latest",
+    "wandb_id",
+)
 FOLDERS = ("checkpoints", "reference", "tensorboard")
 # With these changed, what follows a checkpoint would not be the same run.
 IDENTITY = ("model", "seed", "tasks", "warmup")

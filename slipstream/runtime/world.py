@@ -19,6 +19,7 @@ from slipstream.observe.loggers import MetricLog
 from slipstream.observe.metrics import rollout_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.store import RolloutKind, RunStore
+from slipstream.observe.timeline import write_trace
 from slipstream.runtime.evaluation import Interrupted, evaluate_sets
 from slipstream.runtime.rollouts import GradedGroup, RolloutDesk
 from slipstream.schedule.events import (
@@ -233,6 +234,7 @@ class LocalWorld:
         with self._timed("save"):  # counts in the row of the step that follows
             self._save_checkpoint(action.step, {"position": action.position, "concluded": action.concluded, "row": row})
             write_report(self._config.run.dir)
+            write_trace(self._config.run.dir)
         return [Saved(action.step)]
 
     def _store_groups(self, step: int, kind: RolloutKind, set_name: str, groups: Sequence[GradedGroup]) -> None:

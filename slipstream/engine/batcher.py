@@ -18,9 +18,9 @@ from slipstream.engine.pages import PagePool
 from slipstream.types import FinishReason, Request, Rollout
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Running:
-    """A sequence between submission and its end."""
+    """A sequence between submission and its end. Compared by identity: two may have the same tokens."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class PartialRollout:
     first_version: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """Requests with one prompt, and how far its prefill is."""
 

@@ -92,6 +92,7 @@ def test_wrong_settings_say_what_to_write(
 ) -> None:
     assert train(tmp_path, settings(tmp_path, **change), *words) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists(), "a run that never began leaves nothing behind"
 
 
 def test_a_missing_column_names_those_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,12 @@ class RunFolder:
                 raise ValueError(
                     f"another process is training in {path}; wait for it or choose another run.dir"
                 ) from None
-            yield cls(path)
+            try:
+                yield cls(path)
+            finally:
+                if [entry.name for entry in path.iterdir()] == [".lock"]:  # nothing came of it
+                    (path / ".lock").unlink()
+                    path.rmdir()
 
     def checkpoint_to_resume(self, config: Config, resume: bool | Path, overwrite: bool) -> Checkpoint | None:
         """The verified checkpoint to go on from, None to begin; ValueError if neither is what the user can want."""

@@ -175,6 +175,7 @@ def test_killed_and_resumed_equals_unbroken(unbroken: Path, tmp_path: Path) -> N
 def test_killed_at_ten_random_moments_equals_unbroken(unbroken: Path, tmp_path: Path) -> None:
     break_and_resume(write_recipe(tmp_path, "run"), tmp_path / "run", random.Random(2), times=10)
     assert_same_run(tmp_path / "run", unbroken)
+    assert_replays(tmp_path / "run")
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_resume_from(unbroken: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from slipstream.config import Config
 from slipstream.observe.console import Console
 from slipstream.observe.metrics import evaluation_metrics
 from slipstream.runtime.rollouts import GradedGroup, RolloutDesk
@@ -24,17 +25,22 @@ class EvaluatedSet:
 
 
 def evaluate_sets(
+    config: Config,
     desk: RolloutDesk,
     sets: Mapping[str, Sequence[Prompt]],
     *,
     step: int,
-    samples_per_prompt: int,
-    sampling: SamplingParams,
-    max_fault_share: float,
+    stop_token_ids: tuple[int, ...],
     console: Console,
     should_stop: Callable[[], bool],
 ) -> list[EvaluatedSet]:
     """All sets together, so that there is one long tail and not one a set. Interrupted if should_stop says so."""
+    samples_per_prompt = config.eval.samples_per_prompt
+    sampling = SamplingParams(
+        temperature=config.eval.temperature,
+        max_new_tokens=config.sampling.max_new_tokens,
+        stop_token_ids=stop_token_ids,
+    )
     for name, prompts in sets.items():
         for number, prompt in enumerate(prompts):
             desk.ask(_group_name(name, step, number), prompt, samples_per_prompt, sampling)
@@ -49,7 +55,7 @@ def evaluate_sets(
             if should_stop():
                 raise Interrupted
             graded |= {group.name: group for group in desk.advance(on_finished)}
-    check_faults([result for group in graded.values() for result in group.results], max_fault_share)
+    check_faults([result for group in graded.values() for result in group.results], config.reward.max_fault_share)
     return [
         _summary(name, [graded[_group_name(name, step, number)] for number in range(len(prompts))], samples_per_prompt)
         for name, prompts in sets.items()

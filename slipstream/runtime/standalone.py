@@ -16,7 +16,6 @@ from slipstream.runtime.local import build_engine, check_length, choose_device, 
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.tasks.grading import Grader
 from slipstream.train.checkpoint import find_damage, latest_checkpoint
-from slipstream.types import SamplingParams
 
 
 def evaluate_target(target: Path, overrides: Sequence[str], *, quiet: bool = False) -> dict[str, float]:
@@ -38,16 +37,11 @@ def evaluate_target(target: Path, overrides: Sequence[str], *, quiet: bool = Fal
         check_length(config, model)
         console.start_run([f"evaluating {model_name} on {', '.join(sets)} ({device})"])
         evaluated = evaluate_sets(
+            config,
             RolloutDesk(build_engine(config, model, device), grader, tokenizer, config.seed),
             sets,
             step=0,
-            samples_per_prompt=config.eval.samples_per_prompt,
-            sampling=SamplingParams(
-                temperature=config.eval.temperature,
-                max_new_tokens=config.sampling.max_new_tokens,
-                stop_token_ids=stop_token_ids(model, tokenizer),
-            ),
-            max_fault_share=config.reward.max_fault_share,
+            stop_token_ids=stop_token_ids(model, tokenizer),
             console=console,
             should_stop=lambda: False,
         )

@@ -137,8 +137,8 @@ class LocalWorld:
 
     def _train(self, action: Train) -> list[Event]:
         self._close_rollout_bar()
-        groups = [self._groups[position] for position in sorted(self._groups)]
-        self._groups = {}
+        by_position, self._groups = self._groups, {}
+        groups = [by_position[position] for position in sorted(by_position)]
         self._store_groups(action.step, "train", "train", groups)
         check_faults([result for group in groups for result in group.results], self._config.reward.max_fault_share)
         self._row |= rollout_metrics(
@@ -147,9 +147,8 @@ class LocalWorld:
             self._config.train.samples_per_prompt,
         )
         self._row["timing_s/gen"], self._row["timing_s/reward"] = self._desk.take_times()
-        kept = set(action.positions)
-        samples = self._samples([group for group in groups if int(group.name.split("/")[1]) in kept])
-        self._row["train/groups"] = float(len(kept))
+        samples = self._samples([by_position[position] for position in action.positions])
+        self._row["train/groups"] = float(len(action.positions))
         if not samples:
             self._console.note(f"step {action.step}: no group with a reward signal; the weights stay as they are")
             self._trainer.skip_step()
@@ -183,20 +182,14 @@ class LocalWorld:
         ]
 
     def _evaluate(self, action: Evaluate) -> list[Event]:
-        sampling = SamplingParams(
-            temperature=self._config.eval.temperature,
-            max_new_tokens=self._config.sampling.max_new_tokens,
-            stop_token_ids=self._sampling.stop_token_ids,
-        )
         try:
             with self._timed("eval"):
                 evaluated = evaluate_sets(
+                    self._config,
                     self._desk,
                     self._eval_sets,
                     step=action.step,
-                    samples_per_prompt=self._config.eval.samples_per_prompt,
-                    sampling=sampling,
-                    max_fault_share=self._config.reward.max_fault_share,
+                    stop_token_ids=self._sampling.stop_token_ids,
                     console=self._console,
                     should_stop=lambda: self._stop_reason() is not None,
                 )

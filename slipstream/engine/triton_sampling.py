@@ -1,0 +1,135 @@
+"""The GPU's way to sample: two Triton kernels that give the tokens of `sampling.sample_plainly`.
+
+The first reads each logit once and leaves five numbers a block of the vocabulary, the second merges a row's blocks.
+Launches and shapes depend on N, V and the dtype of the logits alone, so a CUDA graph can hold them (after one warm-up
+call, which compiles). Blocks are cut in the same way whatever N is: a row's bits do not depend on the rows beside it.
+Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, for the tests.
+
+Axes: N rows, V vocabulary, B blocks of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream import rng
+from slipstream.engine.sampling import SamplingRows
+
+BLOCK_TOKENS = 1024
+MIX_A = tl.constexpr(rng.MIX_A)
+MIX_B = tl.constexpr(rng.MIX_B)
+GOLDEN = tl.constexpr(rng.GOLDEN)
+
+
+def sample_by_triton(logits_NV: Tensor, rows: SamplingRows, threshold_N: Tensor) -> tuple[Tensor, Tensor]:
+    if logits_NV.stride(1) != 1:
+        logits_NV = logits_NV.contiguous()
+    assert all(getattr(rows, name).is_contiguous() for name in SamplingRows.__slots__) and threshold_N.is_contiguous()
+    num_rows, vocab_size = logits_NV.shape
+    num_blocks = triton.cdiv(vocab_size, BLOCK_TOKENS)
+    numbers_N4B = torch.empty(num_rows, 4, num_blocks, dtype=torch.float32, device=logits_NV.device)
+    winners_NB = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits_NV.device)
+    tokens_N = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)
+    logprobs_N = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
+    _score_blocks[(num_rows, num_blocks)](
+        logits_NV,
+        rows.seed_N2,
+        rows.position_N,
+        rows.inverse_temperature_N,
+        rows.greedy_N,
+        threshold_N,
+        numbers_N4B,
+        winners_NB,
+        logits_NV.stride(0),
+        vocab_size,
+        num_blocks,
+        BLOCK=BLOCK_TOKENS,
+        # x is a rounded product and the score a rounded sum: fused into one operation they would round once, and a
+        # near tie could fall otherwise than on the CPU.
+        enable_fp_fusion=False,
+    )
+    _merge_blocks[(num_rows,)](
+        numbers_N4B, winners_NB, tokens_N, logprobs_N, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks)
+    )
+    return tokens_N, logprobs_N
+
+
+@triton.jit
+def _score_blocks(  # type: ignore[no-untyped-def]
+    logits_ptr, seed_ptr, position_ptr, inverse_temperature_ptr, greedy_ptr, threshold_ptr, numbers_ptr, winners_ptr,
+    row_stride, vocab_size, num_blocks, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=-float("inf"))
+    x = logit.to(tl.float32) * tl.load(inverse_temperature_ptr + row)
+    # Reductions drop NaN; as +inf it shows in the maximum, where the merge looks for it.
+    x = tl.where(x != x, float("inf"), x)
+
+    k0, k1 = row_keys(tl.load(seed_ptr + 2 * row), tl.load(seed_ptr + 2 * row + 1), tl.load(position_ptr + row))
+    noise = tl.where(tl.load(greedy_ptr + row), 0.0, gumbel(token, k0, k1))
+    score = tl.where(x >= tl.load(threshold_ptr + row), x + noise, -float("inf"))
+    best = tl.max(score, 0)
+    winner = tl.min(tl.where(score == best, token, vocab_size), 0)  # the lowest id of equals
+    top = tl.max(x, 0)
+    total = tl.sum(tl.exp(x - tl.where(top == -float("inf"), 0.0, top)), 0)
+
+    numbers = numbers_ptr + row * 4 * num_blocks + block
+    tl.store(numbers, top)
+    tl.store(numbers + num_blocks, total)
+    tl.store(numbers + 2 * num_blocks, best)
+    tl.store(numbers + 3 * num_blocks, tl.max(tl.where(token == winner, x, -float("inf")), 0))
+    tl.store(winners_ptr + row * num_blocks + block, winner)
+
+
+@triton.jit
+def _merge_blocks(  # type: ignore[no-untyped-def]
+    numbers_ptr, winners_ptr, tokens_ptr, logprobs_ptr, num_blocks, BLOCKS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    real = block < num_blocks
+    numbers = numbers_ptr + row * 4 * num_blocks + block
+    tops = tl.load(numbers, mask=real, other=-float("inf"))
+    totals = tl.load(numbers + num_blocks, mask=real, other=0.0)
+    bests = tl.load(numbers + 2 * num_blocks, mask=real, other=-float("inf"))
+    xs = tl.load(numbers + 3 * num_blocks, mask=real, other=-float("inf"))
+    winners = tl.load(winners_ptr + row * num_blocks + block, mask=real, other=0x7FFFFFFF)
+
+    top = tl.max(tops, 0)
+    total = tl.sum(totals * tl.exp(tops - top), 0)
+    winner = tl.min(tl.where(bests == tl.max(bests, 0), winners, 0x7FFFFFFF), 0)
+    x = tl.max(tl.where(winners == winner, xs, -float("inf")), 0)
+    sound = (top > -float("inf")) & (top < float("inf"))
+    tl.store(tokens_ptr + row, tl.where(sound, winner, -1).to(tl.int64))
+    tl.store(logprobs_ptr + row, tl.where(sound, (x - top) - tl.log(total), float("nan")))
+
+
+@triton.jit
+def gumbel(token, k0, k1):  # type: ignore[no-untyped-def]
+    """`rng.gumbel` as float32, for a block of token ids."""
+    bits = mix(mix(tl.add(token.to(tl.uint32), k0, sanitize_overflow=False)) ^ k1)
+    uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def row_keys(low, high, position):  # type: ignore[no-untyped-def]
+    high = high.to(tl.uint32)
+    k0 = mix(tl.add(mix(position.to(tl.uint32) ^ low.to(tl.uint32)), high, sanitize_overflow=False))
+    k1 = mix(k0 ^ high ^ GOLDEN)
+    return k0, k1
+
+
+@triton.jit
+def mix(x):  # type: ignore[no-untyped-def]
+    """`rng.mix`: products of uint32 wrap around, by intent."""
+    x = x ^ (x >> 16)
+    x = tl.mul(x, MIX_A, sanitize_overflow=False)
+    x = x ^ (x >> 15)
+    x = tl.mul(x, MIX_B, sanitize_overflow=False)
+    return x ^ (x >> 16)

@@ -8,20 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCABULARY, build_family, family_config, small_llama
+from tiny_models import FAMILIES, VOCABULARY, build_family, family_config, packed_rows, small_llama
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, PreTrainedModel
 
-from slipstream.models.attention import ATTENTION_NAME, AttentionForm, attend_causally
-from slipstream.models.cached import CachedRows, KVPages
+from slipstream.models.attention import ATTENTION_NAME, AttentionForm
+from slipstream.models.cached import CachedRows, KVPages, attend_rows_plainly
 from slipstream.models.loading import _refuse_unseen_attention, load_model, refuse_unserved
 from slipstream.models.packed import document_hidden, head_logits, row_logits
 
 CPU = torch.device("cpu")
-PAGE_TOKENS = 32
+PAGE_TOKENS = 8
+NUM_PAGES = 13
+# Four slots of three pages, scattered, and the trash slot.
+TABLE = torch.tensor([[9, 2, 5], [0, 11, 7], [4, 1, 10], [8, 3, 6], [13, 13, 13]], dtype=torch.int32)
 LENGTHS = (20, 13, 17, 9)
 SEQUENCES = [torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
-PAGES = (2, 0, 3, 1)
+SLOTS = (2, 0, 3, 1)
 RAGGED_PREFILL = [(0, 0, 15), (1, 0, 8), (2, 0, 12)]
 MIXED = [(0, 15, 1), (1, 8, 5), (3, 0, 9), (2, 12, 5)]  # decode, verify, fresh prefill, verify
 TOLERANCE = 1e-5
@@ -45,10 +48,12 @@ def packed(
     model: PreTrainedModel, pages: KVPages, cuts: Sequence[tuple[int, int, int]], shift: int = 0
 ) -> list[Tensor]:
     """One forward over (sequence, first position, tokens) cuts; the logits of each. `shift` plants wrong positions."""
-    rows = CachedRows(pages, [(PAGES[which], start, length) for which, start, length in cuts], CPU)
-    rows.position_T += shift
-    ids = torch.cat([SEQUENCES[which][start : start + length] for which, start, length in cuts])
-    logits = row_logits(model, ids, rows, torch.arange(len(ids)))
+    rows = packed_rows([(SLOTS[which], start, length) for which, start, length in cuts], TABLE, num_padding=3)
+    rows.position_T.add_(shift)
+    ids = torch.cat(
+        [*(SEQUENCES[which][start : start + length] for which, start, length in cuts), torch.zeros(3).long()]
+    )
+    logits = row_logits(model, ids, pages, rows, torch.arange(len(ids) - 3))
     return list(logits.split([length for _, _, length in cuts]))
 
 
@@ -58,7 +63,7 @@ def relative_error(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def mixed_error(family: str, shift: int = 0) -> float:
-    model, pages = build_family(family, ATTENTION_NAME), KVPages(4, PAGE_TOKENS)
+    model, pages = build_family(family, ATTENTION_NAME), KVPages(NUM_PAGES, PAGE_TOKENS)
     packed(model, pages, RAGGED_PREFILL)
     got = packed(model, pages, MIXED, shift)
     return relative_error(got, [reference(family)[which][start : start + n] for which, start, n in MIXED])
@@ -114,28 +119,14 @@ FORMS = {
 @pytest.mark.parametrize("value_size", [8, 6])
 def test_the_cpu_kernel_equals_its_plain_twin(name: str, value_size: int) -> None:
     torch.manual_seed(1)
-    pages, rows = KVPages(3, 24), [(1, 0, 11), (0, 0, 1), (2, 0, 20)]
-    num_tokens = sum(length for _, _, length in rows)
-    query, key, value = (torch.randn(num_tokens, *shape) for shape in ((4, 8), (2, 8), (2, value_size)))
-    got = CachedRows(pages, rows, CPU).attend(0, query, key, value, FORMS[name])
-    lengths = [length for _, _, length in rows]
-    for mine, *inputs in zip(*(tensor.split(lengths) for tensor in (got, query, key, value)), strict=True):
-        torch.testing.assert_close(mine, attend_causally(*inputs, FORMS[name]), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_the_gpu_form_of_cached_attention_equals_the_cpu_kernel(name: str) -> None:
-    """The by-row form runs on any device; here on the CPU, called by name."""
-    torch.manual_seed(2)
-    pages = KVPages(4, 24)
-    key, value = torch.randn(2, 46, 2, 8).unbind(0)
-    filled = CachedRows(pages, [(0, 0, 20), (1, 0, 11), (3, 0, 15)], CPU)
-    filled.attend(0, torch.randn(46, 4, 8), key, value, FORMS[name])
-    rows = CachedRows(pages, [(0, 20, 1), (3, 15, 5), (1, 11, 1), (2, 0, 7)], CPU)
-    query, key, value = torch.randn(14, 4, 8), torch.randn(14, 2, 8), torch.randn(14, 2, 8)
-    by_token = rows.attend(0, query, key, value, FORMS[name])
-    by_row = rows._by_row(query, *pages.layers[0], FORMS[name])
-    torch.testing.assert_close(by_row, by_token, rtol=1e-5, atol=1e-6)
+    pages = KVPages(NUM_PAGES, PAGE_TOKENS)
+    for cuts in ([(1, 0, 11), (0, 0, 1), (2, 0, 20)], [(0, 1, 6), (1, 11, 1), (3, 0, 9), (2, 20, 1)]):
+        rows = packed_rows(cuts, TABLE, num_padding=2, num_empty=1)
+        shapes = ((4, 8), (2, 8), (2, value_size))
+        query, key, value = (torch.randn(len(rows.slot_T), *shape) for shape in shapes)
+        got = CachedRows(pages, rows).attend(0, query, key, value, FORMS[name])
+        wanted = attend_rows_plainly(query, *pages.layers[0], rows, FORMS[name])
+        torch.testing.assert_close(got[:-2], wanted[:-2], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -146,11 +137,12 @@ def test_attention_of_a_token_has_the_same_bits_however_its_row_is_cut(name: str
     query, key, value = torch.randn(length, 4, 8), torch.randn(length, 2, 8), torch.randn(length, 2, 8)
 
     def run(cuts: Sequence[int], company: int) -> Tensor:
-        pages, outs, at = KVPages(3, 24), [], 0
+        pages, outs, at = KVPages(NUM_PAGES, PAGE_TOKENS), [], 0
         for cut in cuts:
             others = [torch.randn(company, heads, 8) for heads in (4, 2, 2)]
             mine = [tensor[at : at + cut] for tensor in (query, key, value)]
-            rows = CachedRows(pages, [(0, 0, company), (2, at, cut)] if company else [(2, at, cut)], CPU)
+            cuts_now = [(0, 0, company), (2, at, cut)] if company else [(2, at, cut)]
+            rows = CachedRows(pages, packed_rows(cuts_now, TABLE))
             packed = [torch.cat(pair) for pair in zip(others, mine, strict=True)]
             outs.append(rows.attend(0, *packed, form)[company:])
             at += cut
@@ -163,9 +155,9 @@ def test_attention_of_a_token_has_the_same_bits_however_its_row_is_cut(name: str
 
 
 def test_a_finished_pages_leftovers_are_never_read() -> None:
-    model, pages = small_llama(), KVPages(4, PAGE_TOKENS)
+    model, pages = small_llama(), KVPages(NUM_PAGES, PAGE_TOKENS)
     packed(model, pages, [(0, 0, 20)])
-    clean = packed(model, KVPages(4, PAGE_TOKENS), [(1, 0, 13)])[0]
+    clean = packed(model, KVPages(NUM_PAGES, PAGE_TOKENS), [(1, 0, 13)])[0]
     pages.layers = {layer: tuple(tensor + 99 for tensor in both) for layer, both in pages.layers.items()}
     assert torch.equal(packed(model, pages, [(1, 0, 13)])[0], clean)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from slipstream.models.attention import ATTENTION_NAME
+from slipstream.models.cached import PackedRows
 from slipstream.rng import derive_seed
 from slipstream.types import Request, SamplingParams
 
@@ -84,3 +88,22 @@ def group(name: str, prompt: tuple[int, ...], num_samples: int, *, seed: int = 0
         Request(f"{name}/{sample}", name, prompt, derive_seed(seed, name, sample), params)
         for sample in range(num_samples)
     ]
+
+
+def packed_rows(
+    cuts: Sequence[tuple[int, int, int]], table: Tensor, *, num_padding: int = 0, num_empty: int = 0
+) -> PackedRows:
+    """Rows of (slot, first position, tokens) cuts; the table's last line is the trash slot's."""
+    trash = len(table) - 1
+    lengths = [length for _, _, length in cuts]
+    device = table.device
+    return PackedRows(
+        slot_T=torch.tensor([slot for slot, _, n in cuts for _ in range(n)] + [trash] * num_padding, device=device),
+        position_T=torch.tensor(
+            [start + i for _, start, n in cuts for i in range(n)] + [0] * num_padding, device=device
+        ),
+        slot_R=torch.tensor([slot for slot, _, _ in cuts] + [trash] * num_empty, device=device),
+        start_R1=torch.tensor([0, *accumulate(lengths), *[sum(lengths)] * num_empty], dtype=torch.int32, device=device),
+        length_R=torch.tensor([start + n for _, start, n in cuts] + [0] * num_empty, dtype=torch.int32, device=device),
+        table_SW=table,
+    )

@@ -1,9 +1,10 @@
-"""The CPU kernel of cached attention: every packed token over its own page, in float32, one token at a time.
+"""The CPU kernel of cached attention: every packed token over its slot's pages, in float32, one token at a time.
 
-Its plain twin is `attention.attend_causally`; `tests/test_models_packed.py` compares them. The order of additions
+Its plain twin is `cached.attend_rows_plainly`; `tests/test_models_packed.py` compares them. The order of additions
 within a token depends on that token's position alone, which is what makes decode, verify and prefill agree to the bit.
 
-Axes: T packed tokens, P pages, H query heads, K key/value heads, S page size in tokens, D head size.
+Axes: T packed tokens, S slots, W pages of one slot, P pages, H query heads, K key/value heads, C tokens of a page,
+D head size.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ _FAST = {"reassoc", "contract", "nsz"}
 
 
 @numba.njit(parallel=True, fastmath=_FAST, cache=True)
-def attend_tokens(query_THD, keys_PKSD, values_PKSD, page_T, position_T, scaling, window, softcap, sinks_H, out_THD):  # type: ignore[no-untyped-def]
-    num_kv_heads, size, value_size = keys_PKSD.shape[1], query_THD.shape[2], values_PKSD.shape[3]
-    group = query_THD.shape[1] // num_kv_heads
+def attend_tokens(  # type: ignore[no-untyped-def]
+    query_THD, keys_PKCD, values_PKCD, table_SW, slot_T, position_T, scaling, window, softcap, sinks_H, out_THD
+):
+    num_kv_heads, page_tokens, size = keys_PKCD.shape[1:]
+    group, value_size = query_THD.shape[1] // num_kv_heads, values_PKCD.shape[3]
     for work in numba.prange(query_THD.shape[0] * num_kv_heads):
         token, kv_head = work // num_kv_heads, work % num_kv_heads
-        page, end = page_T[token], position_T[token] + 1
+        pages, end = table_SW[slot_T[token]], position_T[token] + 1
         start = max(0, end - window) if window > 0 else 0
         weights = np.empty(end - start, np.float32)
         for head in range(kv_head * group, (kv_head + 1) * group):
             largest = np.float32(-np.inf)
             for at in range(start, end):
+                key_D = keys_PKCD[pages[at // page_tokens], kv_head, at % page_tokens]
                 score = np.float32(0)
                 for d in range(size):
-                    score += query_THD[token, head, d] * keys_PKSD[page, kv_head, at, d]
+                    score += query_THD[token, head, d] * key_D[d]
                 score *= scaling
                 if softcap > 0:
                     score = np.float32(math.tanh(score / softcap)) * softcap
@@ -48,5 +52,6 @@ def attend_tokens(query_THD, keys_PKSD, values_PKSD, page_T, position_T, scaling
                 out_THD[token, head, d] = 0
             for at in range(start, end):
                 share = weights[at - start] / total
+                value_D = values_PKCD[pages[at // page_tokens], kv_head, at % page_tokens]
                 for d in range(value_size):
-                    out_THD[token, head, d] += share * values_PKSD[page, kv_head, at, d]
+                    out_THD[token, head, d] += share * value_D[d]

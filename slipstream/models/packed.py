@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.models.attention import Documents, attending
-from slipstream.models.cached import CachedRows
+from slipstream.models.cached import CachedRows, KVPages, PackedRows
 
 
-def row_logits(model: PreTrainedModel, ids_T: Tensor, rows: CachedRows, logits_at_N: Tensor) -> Tensor:
+def row_logits(model: PreTrainedModel, ids_T: Tensor, pages: KVPages, rows: PackedRows, logits_at_N: Tensor) -> Tensor:
     """Float32 logits at the chosen packed tokens; keys and values of all tokens are written to their pages."""
-    with attending(rows):
+    with attending(CachedRows(pages, rows)):
         out = model(
             input_ids=ids_T.unsqueeze(0),
             position_ids=rows.position_T.unsqueeze(0),

@@ -1,0 +1,217 @@
+"""Decoder layers in ten kernels instead of fifty: their fused forward, for the layers that `recognise.py` knows.
+
+Owns the storage that stacked products share, the fused forward, and the plain twins of the kernels in
+`triton_layers.py`. Parameters keep their names, shapes and identity but become views of the stacked storage, so a
+weight is written once, in place. A fused model has no backward, and must not be moved or cast.
+
+Axes: T packed tokens, N hidden size, H query heads, K key/value heads, D head size, R rotated part of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear, silu
+
+from slipstream.models.attention import AttentionForm, _current
+from slipstream.models.cached import CachedRows
+
+Activation = Literal["silu", "gelu_tanh"]
+
+KERNEL_DEVICES = {"cuda"}
+"""Where the Triton kernels run; elsewhere their plain twins do. Tests add the CPU, with Triton's interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """One normalisation of rows, in float32, rounded as the family rounds it."""
+
+    weight: Tensor | None
+    eps: float
+    rounds_first: bool = True
+    """Llama rounds to the model's dtype before it multiplies with the weight; Gemma and OLMo 2 do it after."""
+    plus_one: bool = False
+    centred: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a row of the stacked product is cut: H heads of queries, K of keys, K of values."""
+
+    num_query: int
+    num_key: int
+    size: int
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+
+    @property
+    def norms_all_at_once(self) -> bool:
+        """One norm over all heads of a token (OLMo 2), not one a head (Qwen 3)."""
+        return self.query_norm is not None and self.query_norm.weight.numel() != self.size  # type: ignore[union-attr]
+
+
+def normalise_plainly(x: Tensor, norm: Norm) -> Tensor:
+    wide = x.float()
+    if norm.centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    if norm.weight is None:
+        return wide.to(x.dtype)
+    if norm.rounds_first:
+        return norm.weight * wide.to(x.dtype)
+    return (wide * (1.0 + norm.weight.float() if norm.plus_one else norm.weight)).to(x.dtype)
+
+
+def add_norm_plainly(
+    x_TN: Tensor, delta_TN: Tensor | None, after: Norm | None, scale: float, before: Norm | None
+) -> tuple[Tensor, Tensor | None]:
+    """The residual stream x + scale * after(delta), and `before` of that for the next product."""
+    if delta_TN is not None:
+        delta_TN = delta_TN if after is None else normalise_plainly(delta_TN, after)
+        x_TN = x_TN + (delta_TN if scale == 1.0 else delta_TN * scale)
+    return x_TN, None if before is None else normalise_plainly(x_TN, before)
+
+
+def act_mul_plainly(gate_up: Tensor, activation: Activation) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
+
+
+def _normalise_heads(x_THD: Tensor, norm: Norm) -> Tensor:
+    """Over as many numbers as the norm has weights: a head, or all heads of a token."""
+    assert norm.weight is not None
+    return normalise_plainly(x_THD.flatten(1).unflatten(1, (-1, norm.weight.numel())), norm).view_as(x_THD)
+
+
+def norm_rope_plainly(qkv: Tensor, heads: Heads, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [T, H, D], key and value [T, K, D]; `rotary` is cosines and sines [T, R]."""
+    num_query, num_both = heads.num_query, heads.num_query + heads.num_key
+    both, value = qkv.unflatten(-1, (-1, heads.size)).tensor_split([num_both], 1)
+    if heads.query_norm is not None and heads.key_norm is not None:
+        pairs = zip(both.tensor_split([num_query], 1), (heads.query_norm, heads.key_norm), strict=True)
+        both = torch.cat([_normalise_heads(part, norm) for part, norm in pairs], 1)
+    if rotary is not None:
+        cos, sin = (tensor.unsqueeze(1) for tensor in rotary)
+        turned, kept = both.tensor_split([cos.shape[-1]], -1)
+        low, high = turned.chunk(2, -1)
+        turned = (turned * cos + torch.cat((-high, low), -1) * sin).to(qkv.dtype)
+        both = torch.cat((turned, kept), -1) if kept.shape[-1] else turned
+    return both[:, :num_query], both[:, num_query:], value
+
+
+def kernels_for(x: Tensor) -> Any:
+    """Something with `add_norm` and `act_mul`: the kernels' module, or the plain twins."""
+    if x.device.type not in KERNEL_DEVICES:
+        return SimpleNamespace(add_norm=add_norm_plainly, act_mul=act_mul_plainly)
+    from slipstream.models import triton_layers
+
+    return triton_layers
+
+
+class Product:
+    """Linear layers of the same input as one product: their parameters become views of its rows."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self._weight, self._pieces = _stack([layer.weight for layer in linears])
+        self._bias: Tensor | None = None
+        if linears[0].bias is not None:
+            self._bias, pieces = _stack([layer.bias for layer in linears])
+            self._pieces += pieces
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for parameter, address in self._pieces:
+            assert parameter.data_ptr() == address, "weights moved or cast after fusing; fuse last"
+        return linear(x, self._weight, self._bias)
+
+
+def _stack(parameters: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, int]]]:
+    """One tensor with the parameters as views of it, and where each of them has to stay."""
+    if len(parameters) == 1:
+        return parameters[0], []
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, rows in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = rows
+    return whole, [(parameter, parameter.data_ptr()) for parameter in parameters]
+
+
+class Handover:
+    """A layer's last addition and the next layer's first norm are one kernel: here the norm waits for its taker."""
+
+    _given: tuple[Tensor, Norm, Tensor] | None = None
+
+    def give(self, hidden_1TN: Tensor, norm: Norm | None, normed_TN: Tensor | None) -> Tensor:
+        self._given = None if norm is None or normed_TN is None else (hidden_1TN, norm, normed_TN)
+        return hidden_1TN
+
+    def take(self, hidden_1TN: Tensor, norm: Norm | None) -> Tensor:
+        """`norm` of the hidden states, as [T, N]: given, if it was this norm of exactly this tensor, or computed."""
+        given, self._given = self._given, None
+        if given is not None and given[0] is hidden_1TN and given[1] is norm:
+            return given[2]
+        x_TN = hidden_1TN[0]
+        return x_TN if norm is None else kernels_for(x_TN).add_norm(x_TN, None, None, 1.0, norm)[1]
+
+
+@dataclass
+class FusedLayer:
+    """The forward of one decoder layer."""
+
+    layer: int
+    heads: Heads
+    form: AttentionForm
+    uses_rope: bool
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
+    activation: Activation
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+    residual_scale: float
+    handover: Handover
+    next_norm: Norm | None = None
+    """What the next module does first with this layer's output, if it takes it from the handover."""
+
+    def __call__(
+        self, hidden_states: Tensor, *, attention_mask: Any = None, position_embeddings: Any = None, **_: Any
+    ) -> Tensor:
+        assert hidden_states.shape[0] == 1, "packed batches have one row"
+        assert not hidden_states.requires_grad, "a fused model has no backward"
+        if attention_mask is not None:
+            raise ValueError("a fused model was given an attention mask, which the engine cannot serve")
+        kernels, scale, x_TN = kernels_for(hidden_states), self.residual_scale, hidden_states[0]
+        rotary = (position_embeddings[0][0], position_embeddings[1][0]) if self.uses_rope else None
+        normed_TN = self.handover.take(hidden_states, self.before_attention)
+        delta_TN = self.output(self._attend(self.qkv(normed_TN), rotary))
+        x_TN, normed_TN = kernels.add_norm(x_TN, delta_TN, self.after_attention, scale, self.before_mlp)
+        gate_up = self.gate_up(x_TN if normed_TN is None else normed_TN)
+        delta_TN = self.down(kernels.act_mul(gate_up, self.activation))
+        x_TN, normed_TN = kernels.add_norm(x_TN, delta_TN, self.after_mlp, scale, self.next_norm)
+        return self.handover.give(x_TN.unsqueeze(0), self.next_norm, normed_TN)
+
+    def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        assert _current, "the model was called outside `attending(...)`"
+        attention = _current[-1]
+        if isinstance(attention, CachedRows) and qkv.device.type in KERNEL_DEVICES:
+            from slipstream.models import triton_layers
+
+            # Only the shapes of these views are read.
+            heads = qkv.unflatten(-1, (-1, self.heads.size))
+            key, value = heads[:, self.heads.num_query :].chunk(2, 1)
+            keys, values = attention.pages.of_layer(self.layer, key, value)
+            query = triton_layers.norm_rope_write(qkv, self.heads, rotary, attention.rows, keys, values)
+            return attention.read(query, keys, values, self.form).flatten(1)
+        query, key, value = norm_rope_plainly(qkv, self.heads, rotary)
+        return attention.attend(self.layer, query, key, value, self.form).flatten(1)
+
+
+def fused_norm(norm: Norm, handover: Handover, hidden_states: Tensor) -> Tensor:
+    """The model's last norm, which the last layer has computed already."""
+    return handover.take(hidden_states, norm).unsqueeze(0)

@@ -83,11 +83,17 @@ class Sampling(Section):
 
 class EngineSettings(Section):
     max_sequences: int = Field(64, ge=1)
-    """Sequences that decode at the same time (each holds one page of KV)."""
+    """Sequences that decode at the same time."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longest prompt, in tokens; a longer one is an error that names it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the engine's weights and KV; auto: bfloat16 where the processor has it, else float32."""
+    kv_tokens: int | None = Field(None, ge=1)
+    """Memory for the keys and values of this many tokens in all; None: for max_sequences of full length. With less, the
+    youngest sequences are computed again when it runs out, which changes their speed and no token."""
+    exact: bool = True
+    """On a GPU: matrix products that give a sequence the same bits in every batch, so that its tokens never depend on
+    what it runs beside. On CPU this is always so."""
 
 
 class Algorithm(Section):

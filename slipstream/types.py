@@ -54,6 +54,10 @@ class SamplingParams:
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
 
+    @property
+    def cuts_tail(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -67,6 +71,8 @@ class Request:
     seed: int
     """64-bit, from rng.derive_seed(run seed, step, prompt key, sample)."""
     sampling: SamplingParams
+    script_ids: tuple[int, ...] = ()
+    """Replay: tokens to walk instead of those sampled, at the full cost of sampling them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +140,14 @@ class EngineFacts:
     num_free_pages: int
     num_pages: int
     prefill_tokens: int
-    """Prompt tokens computed so far."""
+    """Tokens computed so far only for their keys: prompts but for the last token, and what was computed again."""
     decode_tokens: int
     """Tokens sampled so far."""
     num_forwards: int
+    num_preempted: int
+    """Times a sequence gave up its pages to older ones, to be computed again."""
     forward_s: float
+    kv_bytes: int
+    num_graphs: int
+    graph_bytes: int
     paused: bool

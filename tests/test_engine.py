@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, group, small_llama
 
-from slipstream.engine import engine as engine_module
-from slipstream.engine.engine import Engine
-from slipstream.engine.sampling import sample
+from slipstream.engine import step as step_module
+from slipstream.engine.engine import BrokenLogits, Engine
+from slipstream.engine.sampling import sample_rows
 from slipstream.models.loading import load_model
 from slipstream.models.packed import document_hidden
 from slipstream.models.weights import named_weights
@@ -23,8 +24,10 @@ PROMPTS = [tuple(3 + (place * (number + 5)) % 90 for place in range(1 + number *
 PROMPT = PROMPTS[3]
 
 
-def build_engine(seed: int = 0, *, max_sequences: int = 8, max_length: int = 64, **kwargs: Any) -> Engine:
-    return Engine(small_llama(seed, **kwargs), max_sequences=max_sequences, max_length=max_length)
+def build_engine(
+    seed: int = 0, *, max_sequences: int = 8, max_length: int = 64, dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> Engine:
+    return Engine(small_llama(seed, dtype=dtype), max_sequences=max_sequences, max_length=max_length, **kwargs)
 
 
 def run(engine: Engine, groups: Iterable[Sequence[Request]]) -> dict[str, Rollout]:
@@ -68,7 +71,11 @@ def test_a_rollout_of_the_quickstart_model_is_the_same_alone_and_among_others() 
 
 
 def test_noise_that_depends_on_the_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "sample", lambda logits, seeds, *rest: sample(logits, range(len(seeds)), *rest))
+    def by_place(logits, rows, **kwargs):  # type: ignore[no-untyped-def]
+        places = torch.arange(len(logits)).unsqueeze(1).expand(-1, 2)
+        return sample_rows(logits, dataclasses.replace(rows, seed_N2=places), **kwargs)
+
+    monkeypatch.setattr(step_module, "sample_rows", by_place)
     mine = group("mine", PROMPT, 1)
     alone, among = run(build_engine(), [mine]), run(build_engine(), [*company(3, 2), mine])
     assert among["mine/0"] != alone["mine/0"]
@@ -215,9 +222,9 @@ def test_facts_add_up_and_every_prompt_is_prefilled_once() -> None:
     started = time.perf_counter()
     rollouts = run(engine, groups)
     facts = engine.facts()
-    assert facts.prefill_tokens == sum(len(prompt) for prompt in prompts)
+    assert facts.prefill_tokens == sum(len(prompt) - 1 for prompt in prompts) and facts.num_preempted == 0
     assert facts.decode_tokens == sum(len(rollout.token_ids) for rollout in rollouts.values())
-    assert (facts.num_running, facts.num_waiting, facts.num_free_pages, facts.num_pages) == (0, 0, 6, 6)
+    assert (facts.num_running, facts.num_waiting, facts.num_free_pages, facts.num_pages) == (0, 0, 18, 18)
     assert 0 < facts.forward_s < time.perf_counter() - started and facts.num_forwards > 0
 
 
@@ -229,7 +236,60 @@ def test_facts_of_a_busy_engine() -> None:
     engine.step()
     facts = engine.facts()
     assert (facts.num_running, facts.num_waiting, facts.num_free_pages, facts.num_forwards) == (3, 2, 0, 2)
+    assert facts.kv_bytes > 0 and facts.num_graphs == 0
     assert engine.has_work
+
+
+def test_sequences_preempted_under_pressure_end_as_if_they_had_room() -> None:
+    groups = [group(f"g{number}", PROMPTS[number], 3, max_new_tokens=150) for number in range(4)]
+    roomy = run(build_engine(max_length=192, max_sequences=12), groups)
+    for num_pages in (3, 7):
+        engine = build_engine(max_length=192, max_sequences=12, kv_tokens=64 * num_pages)
+        assert run(engine, groups) == roomy
+        assert engine.facts().num_preempted > 0 and engine.facts().num_free_pages == num_pages
+
+
+def test_a_replay_walks_the_recorded_tokens_and_reports_the_engines_own_logprobs() -> None:
+    recorded = run(build_engine(), [group("g", PROMPT, 2)])
+    replayed = run(
+        build_engine(),
+        [[dataclasses.replace(r.request, seed=9, script_ids=r.token_ids) for r in recorded.values()]],
+    )
+    assert {uid: r.token_ids for uid, r in replayed.items()} == {uid: r.token_ids for uid, r in recorded.items()}
+    script = tuple(reversed(PROMPTS[9][:12]))
+    other = run(
+        build_engine(), [[dataclasses.replace(request, script_ids=script) for request in group("g", PROMPT, 2)]]
+    )
+    assert {r.token_ids for r in other.values()} == {script}
+
+
+def test_logits_that_are_not_numbers_end_their_sequence_with_an_error_and_leave_the_engine_usable() -> None:
+    engine = build_engine()
+    good = [(name, tensor.clone()) for name, tensor in named_weights(engine.model)]
+    engine.apply_weights([(name, torch.full_like(tensor, torch.nan)) for name, tensor in good], 1)
+    engine.submit(group("g", PROMPT, 1))
+    with pytest.raises(BrokenLogits, match=r"not numbers .* for g/0"):
+        finish(engine)
+    assert not engine.has_work and engine.facts().num_free_pages == engine.facts().num_pages
+    engine.apply_weights(good, 0)
+    assert run(engine, [group("h", PROMPT, 2)]) == run(build_engine(), [group("h", PROMPT, 2)])
+
+
+@pytest.mark.parametrize("running", ["keep", "wait", "abort"])
+def test_running_sequences_keep_on_end_first_or_begin_again_with_new_weights(running: Any) -> None:
+    engine, requests = build_engine(max_sequences=2), group("g", PROMPT, 3)
+    engine.submit(requests)
+    for _ in range(4):
+        engine.step()
+    engine.apply_weights(named_weights(small_llama(1)), 1, running)
+    versions = {uid: (r.first_version, r.last_version) for uid, r in finish(engine).items()}
+    begun = {"keep": (0, 1), "wait": (0, 0), "abort": (1, 1)}[running]
+    assert versions == {"g/0": begun, "g/1": begun, "g/2": (1, 1)}
+
+
+def test_too_many_stop_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="g/0: at most 8 stop tokens"):
+        build_engine().submit(group("g", PROMPT, 1, stop_token_ids=tuple(range(9))))
 
 
 def test_an_idle_engine_does_nothing() -> None:

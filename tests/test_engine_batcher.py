@@ -1,22 +1,26 @@
-"""The batcher against an oracle that knows what every request must become, and pages that remember what was written.
+"""The batcher against an oracle that knows what each request must become, and a device that remembers what was written.
 
-The words of the module's head: a plan never exceeds max_step_tokens; a running sequence has exactly one page; its page
-holds keys for all of its tokens but the newest; every submitted request ends exactly once.
+The words of the module's head: a plan never exceeds `max_step_tokens`; a seated sequence has one slot, and pages for
+every token that was launched; every submitted request ends exactly once; free + held = all pages.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.batcher import Batcher, PartialRollout, StepPlan
+from slipstream.engine.batcher import Batcher, PartialRollout, Running, StepPlan
 from slipstream.engine.pages import PagePool
 from slipstream.rng import derive_seed
 from slipstream.types import Request, Rollout, SamplingParams
 
 STOP = 0
-PAGE_TOKENS = 40
+PAGE_TOKENS = 4
+MAX_LENGTH = 40
 
 
 def drawn(request: Request, index: int) -> int:
@@ -26,7 +30,9 @@ def drawn(request: Request, index: int) -> int:
 
 def expected(request: Request) -> tuple[int, ...]:
     tokens: list[int] = []
-    while len(tokens) < request.sampling.max_new_tokens and (not tokens or tokens[-1] != STOP):
+    while len(tokens) < request.sampling.max_new_tokens and not (
+        tokens and tokens[-1] in request.sampling.stop_token_ids
+    ):
         tokens.append(drawn(request, len(tokens)))
     return tuple(tokens)
 
@@ -37,16 +43,35 @@ def make_group(name: str, num_members: int, prompt_tokens: int, max_new_tokens: 
     return [Request(f"{name}.{member}", name, prompt, 0, sampling) for member in range(num_members)]
 
 
-class Bench:
-    """A batcher with the fake model and with pages of tokens instead of keys; asserts the invariants at every step."""
+@dataclass
+class DeviceSlot:
+    """What the device knows of a slot; it ends a sequence by itself, before the host hears of it."""
 
-    def __init__(self, num_pages: int, max_step_tokens: int) -> None:
-        self.batcher = Batcher(PagePool(num_pages), max_step_tokens, PAGE_TOKENS)
+    sequence: Running
+    tokens: list[int]
+    computed: int
+    live: bool = True
+    pages: dict[int, int] = field(default_factory=dict)
+
+
+class Bench:
+    """A batcher with a fake device, whose pages hold tokens instead of keys; asserts the invariants at every step.
+
+    `lag`: how many steps are launched before the results of one are committed.
+    """
+
+    def __init__(self, num_pages: int, max_step_tokens: int, num_slots: int = 99, lag: int = 0) -> None:
+        self.batcher = make_batcher(num_pages, max_step_tokens, num_slots)
+        self.lag = lag
         self.pages: list[list[int]] = [[-1] * PAGE_TOKENS for _ in range(num_pages)]
+        self.slots: dict[int, DeviceSlot] = {}
+        self.tables: dict[int, dict[int, int]] = {}
+        self.allotted: dict[int, int] = {}
+        self.unread: deque[tuple[StepPlan, dict[int, int], int]] = deque()
         self.alive: dict[str, Request] = {}
         self.away: list[PartialRollout] = []
         self.done: dict[str, Rollout] = {}
-        self.prefilled = 0
+        self.computed = 0
         self.version = 0
 
     def submit(self, requests: list[Request]) -> None:
@@ -69,65 +94,118 @@ class Bench:
     def step(self) -> StepPlan:
         plan = self.batcher.plan()
         assert plan.num_tokens <= self.batcher.max_step_tokens
-        assert plan.num_tokens > 0 or not self.batcher.has_work, "work is left, but the plan is empty"
-        for source, target, num_tokens in plan.copies:
-            self.pages[target][:num_tokens] = self.pages[source][:num_tokens]
-        draws = []
-        for number, row in enumerate(plan.rows):
-            self.pages[row.page][row.start : row.start + len(row.token_ids)] = row.token_ids
-            if number < plan.num_decode_rows:
-                assert len(row.token_ids) == len(row.samplers) == 1
-            else:
-                self.prefilled += len(row.token_ids)
-            for sequence in row.samplers:
-                known = [*sequence.request.prompt_ids, *sequence.token_ids]
-                assert self.pages[row.page][: len(known)] == known, (
-                    "a sequence samples from its own tokens, all of them"
-                )
-                assert row.start + len(row.token_ids) == len(known)
-                draws.append((drawn(sequence.request, len(sequence.token_ids)), float(sequence.position)))
+        self.check_books()
         self.version += 1
-        for rollout in self.batcher.commit(plan, draws, self.version):
+        self.take_in(plan)
+        if plan.num_tokens:
+            self.unread.append((plan, self.run(plan), self.version))
+        else:
+            assert self.unread or not self.batcher.has_work, "work is left, but the plan is empty"
+        while len(self.unread) > (self.lag if plan.num_tokens else 0):
+            self.read()
+        return plan
+
+    def take_in(self, plan: StepPlan) -> None:
+        for slot in plan.vacated:
+            self.slots[slot].live = False
+        contents = [list(self.pages[source]) for source, _ in plan.copies]
+        for (_, target), content in zip(plan.copies, contents, strict=True):
+            self.pages[target] = content
+        for seat in plan.seats:
+            assert seat.slot not in self.slots or not self.slots[seat.slot].live, "a slot is taken twice"
+            self.slots[seat.slot] = DeviceSlot(seat.sequence, list(seat.token_ids), seat.num_computed)
+            self.allotted[seat.slot] = 0
+        for slot, index, page in plan.pages:
+            self.tables.setdefault(slot, {})[index] = page
+        self.allotted |= dict(plan.allotments)
+
+    def run(self, plan: StepPlan) -> dict[int, int]:
+        """Every live slot runs its allotted tokens; what was sampled, by slot."""
+        report: dict[int, int] = {}
+        num_tokens = num_rows = 0
+        for number, slot in self.slots.items():
+            count = min(self.allotted[number], len(slot.tokens) - slot.computed) if slot.live else 0
+            num_tokens, num_rows = num_tokens + count, num_rows + (count > 0)
+            for at in range(slot.computed, slot.computed + count):
+                self.pages[self.tables[number][at // PAGE_TOKENS]][at % PAGE_TOKENS] = slot.tokens[at]
+            slot.computed += count
+        self.computed += num_tokens
+        assert num_tokens <= plan.num_tokens and num_rows <= plan.num_rows, "the host's sizes are large enough"
+        for number, slot in self.slots.items():
+            if not slot.live or not self.allotted[number] or slot.computed < len(slot.tokens):
+                continue
+            request, known = slot.sequence.request, len(slot.tokens)
+            seen = [self.pages[self.tables[number][at // PAGE_TOKENS]][at % PAGE_TOKENS] for at in range(known)]
+            assert seen == slot.tokens, "a sequence samples from its own tokens, all of them"
+            token = drawn(request, known - len(request.prompt_ids))
+            slot.tokens.append(token)
+            report[number] = token
+            over = (
+                token in request.sampling.stop_token_ids
+                or known + 1 == len(request.prompt_ids) + request.sampling.max_new_tokens
+            )
+            slot.live = not over
+        return report
+
+    def read(self) -> None:
+        plan, report, version = self.unread.popleft()
+        tokens = [report.get(slot, -2) for slot in range(200)]
+        logprobs = [float(token) for token in tokens]
+        for rollout in self.batcher.commit(plan, tokens, logprobs, version):
             assert rollout.request.uid not in self.done, "every request ends once"
             self.done[rollout.request.uid] = rollout
             del self.alive[rollout.request.uid]
-        self.check_pages()
-        return plan
+        self.check_books()
 
-    def check_pages(self) -> None:
+    def check_books(self) -> None:
         batcher = self.batcher
-        held = [sequence.page for _, sequence in batcher._running.values()]
-        held += [group.page for group in batcher._prefilling]
-        assert None not in held and len(set(held)) == len(held) == batcher.pool.num_held
-        for _, sequence in batcher._running.values():
-            known = [*sequence.request.prompt_ids, *sequence.token_ids[:-1]]
-            assert self.pages[sequence.page][: len(known)] == known, "a page holds all tokens but the newest"
+        assert batcher.pool.num_free + batcher.pool.num_held == batcher.pool.num_pages
+        held: set[int] = set()
+        for sequence in batcher._seated.values():
+            assert len(sequence.pages) * PAGE_TOKENS >= sequence.num_launched
+            held.update(sequence.pages)
+        for group in batcher._groups:
+            held.update(group.pages)
+        assert len(held) == batcher.pool.num_held, "a held page has a holder"
+        slots = [sequence.slot for sequence in batcher._seated.values()]
+        assert len(set(slots)) == len(slots) and not set(slots) & set(batcher._free_slots)
         assert batcher.num_running + batcher.num_waiting == len(self.alive)
 
     def finish(self) -> None:
         while self.away:
             self.bring_back()
-        for _ in range(5000):
+        for _ in range(9000):
             if not self.batcher.has_work:
                 break
             self.step()
         assert not self.alive and self.batcher.pool.num_free == self.batcher.pool.num_pages
         for rollout in self.done.values():
             assert rollout.token_ids == expected(rollout.request)
-            prompt_tokens = len(rollout.request.prompt_ids)
-            assert rollout.logprobs == tuple(float(prompt_tokens + i) for i in range(len(rollout.token_ids)))
-            assert rollout.finish_reason == ("stop" if rollout.token_ids[-1] == STOP else "length")
+            assert rollout.logprobs == tuple(float(token) for token in rollout.token_ids)
+            stopped = rollout.token_ids[-1] in rollout.request.sampling.stop_token_ids
+            assert rollout.finish_reason == ("stop" if stopped else "length")
             assert 1 <= rollout.first_version <= rollout.last_version <= self.version
 
 
+def make_batcher(num_pages: int, max_step_tokens: int, num_slots: int = 99) -> Batcher:
+    return Batcher(
+        PagePool(num_pages),
+        num_slots=num_slots,
+        max_step_tokens=max_step_tokens,
+        max_length=MAX_LENGTH,
+        page_tokens=PAGE_TOKENS,
+    )
+
+
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 20), st.integers(1, 20))
-BUDGETS = st.tuples(st.integers(1, 5), st.integers(1, 24))
+BUDGETS = st.tuples(st.integers(10, 40), st.integers(1, 24), st.integers(1, 9), st.integers(0, 1))
+AMPLE = st.tuples(st.just(400), st.integers(1, 24), st.integers(1, 30), st.integers(0, 1))
 
 
 @settings(max_examples=150, deadline=None)
 @given(BUDGETS, st.lists(SIZES, min_size=1, max_size=6))
-def test_every_prompt_is_prefilled_once_and_every_request_ends_once(
-    budgets: tuple[int, int], sizes: list[tuple[int, int, int]]
+def test_every_request_ends_once_however_few_pages_there_are(
+    budgets: tuple[int, int, int, int], sizes: list[tuple[int, int, int]]
 ) -> None:
     bench = Bench(*budgets)
     groups = [make_group(f"g{number}", *size) for number, size in enumerate(sizes)]
@@ -135,7 +213,22 @@ def test_every_prompt_is_prefilled_once_and_every_request_ends_once(
         bench.submit(requests)
     bench.finish()
     assert set(bench.done) == {request.uid for requests in groups for request in requests}
-    assert bench.prefilled == sum(len(requests[0].prompt_ids) for requests in groups)
+
+
+@settings(max_examples=100, deadline=None)
+@given(AMPLE, st.lists(SIZES, min_size=1, max_size=6))
+def test_with_pages_for_all_every_prompt_is_computed_once_but_for_its_last_token(
+    budgets: tuple[int, int, int, int], sizes: list[tuple[int, int, int]]
+) -> None:
+    bench = Bench(*budgets)
+    groups = [make_group(f"g{number}", *size) for number, size in enumerate(sizes)]
+    for requests in groups:
+        bench.submit(requests)
+    bench.finish()
+    assert bench.batcher.num_preempted == 0
+    prompts = sum(len(requests[0].prompt_ids) + len(requests) - 1 for requests in groups)
+    decoded = sum(len(rollout.token_ids) - 1 for rollout in bench.done.values())
+    assert bench.computed == prompts + decoded
 
 
 ACTS = st.one_of(
@@ -143,13 +236,15 @@ ACTS = st.one_of(
     st.just(("step", None)),
     st.integers(0, 99).map(lambda which: ("withdraw", which)),
     st.just(("bring back", None)),
+    st.just(("forget prompts", None)),
+    st.just(("preempt all", None)),
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(BUDGETS, st.lists(ACTS, max_size=40))
 def test_sequences_may_leave_and_come_back_at_any_time(
-    budgets: tuple[int, int], acts: list[tuple[str, object]]
+    budgets: tuple[int, int, int, int], acts: list[tuple[str, object]]
 ) -> None:
     bench, submitted = Bench(*budgets), set()
     for number, (act, detail) in enumerate(acts):
@@ -159,64 +254,96 @@ def test_sequences_may_leave_and_come_back_at_any_time(
             submitted |= {request.uid for request in requests}
         elif act == "withdraw" and bench.alive:
             bench.withdraw(sorted(bench.alive)[detail % len(bench.alive)])  # type: ignore[operator]
-            bench.check_pages()
         elif act == "bring back" and bench.away:
             bench.bring_back()
+        elif act == "forget prompts":
+            bench.batcher.forget_prompts()
+        elif act == "preempt all":
+            bench.batcher.preempt_running()
         elif act == "step":
             bench.step()
+        bench.check_books()
     bench.finish()
     assert set(bench.done) == submitted
 
 
-def test_members_of_a_group_take_over_the_pages_of_finished_siblings() -> None:
-    bench = Bench(num_pages=1, max_step_tokens=8)
-    bench.submit(make_group("g", 5, 3, 4))
-    while bench.batcher.has_work:
-        assert bench.step().copies == ()
+def test_under_pressure_the_youngest_give_way_and_the_oldest_never_does() -> None:
+    bench = Bench(num_pages=12, max_step_tokens=64)
+    sampling = SamplingParams(max_new_tokens=30)
+    requests = [Request(f"r{n}", f"g{n}", (5000 + n,) * 8, 0, sampling) for n in range(4)]
+    for request in requests:
+        bench.submit([request])
+    while len(bench.done) < 1:
+        bench.step()
+    assert set(bench.done) == {"r0"} and bench.batcher.num_preempted > 0
+
+
+def test_new_weights_may_restart_what_is_running() -> None:
+    bench = Bench(num_pages=40, max_step_tokens=64)
+    requests = [Request(f"r{n}", "g", (7, 8), 0, SamplingParams(max_new_tokens=30)) for n in range(3)]
+    bench.submit(requests)
+    for _ in range(5):
+        bench.step()
+    bench.batcher.restart_running()
+    assert bench.batcher.num_running == 0 and bench.batcher.num_waiting == 3
+    version = bench.version
     bench.finish()
-    assert bench.prefilled == 3 and len(bench.done) == 5
+    assert all(rollout.first_version > version for rollout in bench.done.values())
+
+
+def test_nobody_is_seated_while_the_batcher_does_not_admit() -> None:
+    bench = Bench(num_pages=40, max_step_tokens=64)
+    bench.submit(make_group("g", 2, 3, 4))
+    bench.batcher.admitting = False
+    assert bench.batcher.plan().num_tokens == 0
+    bench.batcher.admitting = True
+    bench.finish()
 
 
 def test_everyones_turn_comes_when_there_are_more_sequences_than_tokens() -> None:
-    bench = Bench(num_pages=10, max_step_tokens=3)
+    bench = Bench(num_pages=200, max_step_tokens=3)
     requests = [
         Request(f"r{n}", "g", (7, 8), 0, SamplingParams(max_new_tokens=30)) for n in range(10)
     ]  # no stop token: all run on
     bench.submit(requests)
-    for _ in range(41):
+    for _ in range(45):
         bench.step()
-    lengths = [len(sequence.token_ids) for _, sequence in bench.batcher._running.values()]
-    assert len(lengths) == 10 and max(lengths) - min(lengths) <= 1 and max(lengths) > 10
+    lengths = [len(sequence.token_ids) for sequence in bench.batcher._seated.values()]
+    assert len(lengths) == 10 and max(lengths) - min(lengths) <= 2 and max(lengths) > 10
 
 
-def test_prompts_are_prefilled_in_order_of_arrival_and_in_chunks() -> None:
-    bench = Bench(num_pages=4, max_step_tokens=5)
+def test_prompts_are_computed_in_order_of_arrival_and_in_chunks() -> None:
+    bench = Bench(num_pages=20, max_step_tokens=5)
     bench.submit(make_group("a", 1, 7, 4))
     bench.submit(make_group("b", 1, 6, 4))
     first, second = bench.step(), bench.step()
-    assert [(row.start, len(row.token_ids)) for row in first.rows] == [(0, 5)]
-    assert [(row.start, len(row.token_ids)) for row in second.rows] == [(5, 2), (0, 3)]
-    assert [len(row.samplers) for row in second.rows] == [1, 0]
+    assert (first.allotments, first.samplers) == (((0, 5),), ())
+    assert second.allotments == ((0, 2), (1, 3)) and [s.request.uid for s, _ in second.samplers] == ["a.0"]
 
 
 @pytest.mark.parametrize(
     ("prompt", "words"), [((), "prompt is empty"), ((1,) * 30, "prompt of 30 tokens \\+ 11 new tokens")]
 )
 def test_a_request_that_cannot_fit_is_refused_by_name(prompt: tuple[int, ...], words: str) -> None:
-    batcher = Batcher(PagePool(1), 8, PAGE_TOKENS)
+    batcher = make_batcher(10, 8)
     with pytest.raises(ValueError, match=f"request r: .*{words}"):
         batcher.submit([Request("r", "g", prompt, 0, SamplingParams(max_new_tokens=11))])
     assert not batcher.has_work
 
 
 def test_a_partial_rollout_that_cannot_fit_is_refused_by_name() -> None:
-    batcher = Batcher(PagePool(1), 8, PAGE_TOKENS)
+    batcher = make_batcher(10, 8)
     request = Request("r", "g", (1,) * 30, 0, SamplingParams(max_new_tokens=11))
     with pytest.raises(ValueError, match=r"request r: prompt of 30 tokens \+ 11 new tokens"):
         batcher.submit_partial(PartialRollout(request, (5, 6), (0.0, 0.0), 0))
     assert not batcher.has_work
 
 
+def test_pages_that_cannot_hold_one_sequence_are_refused() -> None:
+    with pytest.raises(ValueError, match="9 pages of 4 tokens cannot hold one sequence of 40 tokens"):
+        make_batcher(9, 8)
+
+
 def test_withdrawing_what_is_not_here_is_a_key_error() -> None:
     with pytest.raises(KeyError, match="nobody"):
-        Batcher(PagePool(1), 8, PAGE_TOKENS).withdraw("nobody")
+        make_batcher(10, 8).withdraw("nobody")

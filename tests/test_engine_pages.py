@@ -1,6 +1,8 @@
-"""PagePool: free + held = all; a page is never held twice; giving back a page that is not held fails at once."""
+"""PagePool: free + held = all; a page is handed out only while nobody holds it; the books cannot be cheated."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -9,37 +11,41 @@ from hypothesis import strategies as st
 from slipstream.engine.pages import PagePool
 
 
-@given(st.integers(1, 8), st.lists(st.integers(0, 15)))
-def test_any_order_of_taking_and_giving_keeps_the_books(num_pages: int, choices: list[int]) -> None:
-    """An even number takes a page, an odd one gives back a held page."""
-    pool, held = PagePool(num_pages), []
-    for choice in choices:
-        if choice % 2 == 0:
-            page = pool.take()
-            if len(held) == num_pages:
-                assert page is None
-            else:
-                assert page == min(set(range(num_pages)) - set(held)), "the lowest free page comes first"
-                held.append(page)
+@given(st.integers(1, 8), st.lists(st.tuples(st.sampled_from(["take", "share", "give back"]), st.integers(0, 9))))
+def test_any_order_of_taking_sharing_and_giving_keeps_the_books(num_pages: int, acts: list[tuple[str, int]]) -> None:
+    pool, held = PagePool(num_pages), Counter[int]()
+    for act, number in acts:
+        if act == "take":
+            taken = pool.take(min(number, pool.num_free))
+            assert len(set(taken)) == len(taken) and not set(taken) & set(held)
+            held.update(taken)
         elif held:
-            pool.give_back(held.pop(choice % len(held)))
-        assert pool.num_held == len(held) == len(set(held))
+            page = sorted(held)[number % len(held)]
+            (pool.share if act == "share" else pool.give_back)([page])
+            held[page] += 1 if act == "share" else -1
+            held = +held
+        assert pool.num_held == len(held)
         assert pool.num_free + pool.num_held == pool.num_pages == num_pages
 
 
 @given(st.integers(1, 4), st.integers(-2, 6))
-def test_giving_back_a_page_that_is_not_held_fails(num_pages: int, page: int) -> None:
-    with pytest.raises(AssertionError, match=f"page {page} is not held"):
-        PagePool(num_pages).give_back(page)
+def test_a_page_that_is_not_held_can_be_neither_given_back_nor_shared(num_pages: int, page: int) -> None:
+    for act in (PagePool.give_back, PagePool.share):
+        with pytest.raises(AssertionError, match=f"page {page} is not held"):
+            act(PagePool(num_pages), [page])
 
 
 def test_a_page_cannot_be_given_back_twice() -> None:
     pool = PagePool(2)
-    page = pool.take()
-    assert page is not None
-    pool.give_back(page)
+    pages = pool.take(1)
+    pool.give_back(pages)
     with pytest.raises(AssertionError):
-        pool.give_back(page)
+        pool.give_back(pages)
+
+
+def test_more_pages_than_are_free_cannot_be_taken() -> None:
+    with pytest.raises(AssertionError, match="3 pages asked, 2 free"):
+        PagePool(2).take(3)
 
 
 def test_an_engine_without_pages_is_refused() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from slipstream.engine.engine import Engine
+from slipstream.engine.engine import BrokenLogits, Engine
 from slipstream.models.attention import AttentionForm, Documents
 from slipstream.models.loading import load_model
+from slipstream.models.shapes import random_model
+from slipstream.models.weights import named_weights
 from slipstream.rng import derive_seed
 from slipstream.types import Request, Rollout, SamplingParams
 
@@ -35,18 +42,75 @@ def test_all_documents_at_once_equal_one_by_one_with_gradients() -> None:
             assert error < 2e-2, (window, error)
 
 
-def generate(engine: Engine, num_groups: int) -> list[Rollout]:
-    sampling = SamplingParams(max_new_tokens=64)
-    for group in range(num_groups):
-        requests = [
-            Request(f"0/{group}/{i}", f"0/{group}", (5, 6, 7, 8 + group), derive_seed(0, group, i), sampling)
-            for i in range(8)
-        ]
+def requests_for(group: int, **sampling: Any) -> list[Request]:
+    params = SamplingParams(**{"max_new_tokens": 64} | sampling)
+    return [
+        Request(f"0/{group}/{i}", f"0/{group}", (5, 6, 7, 8 + group), derive_seed(0, group, i), params)
+        for i in range(8)
+    ]
+
+
+def generate(engine: Engine, groups: Iterable[Sequence[Request]]) -> dict[str, Rollout]:
+    for requests in groups:
         engine.submit(requests)
-    rollouts: list[Rollout] = []
+    rollouts: dict[str, Rollout] = {}
     while engine.has_work:
-        rollouts += engine.step()
+        rollouts |= {rollout.request.uid: rollout for rollout in engine.step()}
     return rollouts
+
+
+@cache
+def small_model() -> PreTrainedModel:
+    """The shape of SmolLM2 with random weights in bfloat16."""
+    return random_model("smollm2-135m", dtype=torch.bfloat16, device=torch.device("cuda"))
+
+
+GROUPS = [requests_for(0), requests_for(1, temperature=0.7), requests_for(2, top_k=50, top_p=0.9), requests_for(3)]
+
+
+@pytest.mark.parametrize("max_sequences", [1, 5, 7, 300])
+def test_rollouts_have_the_same_bits_in_any_batch_and_under_preemption(max_sequences: int) -> None:
+    wanted = generate(Engine(small_model(), max_sequences=32, max_length=192), GROUPS)
+    engine = Engine(
+        small_model(), max_sequences=max_sequences, max_length=192, kv_tokens=192 if max_sequences == 7 else None
+    )
+    company = [] if max_sequences < 300 else [requests_for(group, max_new_tokens=90) for group in range(4, 36)]
+    got = generate(engine, [*company, *GROUPS])
+    assert {uid: got[uid] for uid in wanted} == wanted
+    assert engine.facts().num_graphs > 0 and (max_sequences != 7 or engine.facts().num_preempted > 0)
+
+
+def test_graphs_and_late_reading_change_no_bit() -> None:
+    eager = generate(Engine(small_model(), max_sequences=32, max_length=192, graphs=False), GROUPS)
+    assert generate(Engine(small_model(), max_sequences=32, max_length=192), GROUPS) == eager
+
+
+def test_new_weights_reach_captured_graphs() -> None:
+    model = random_model("smollm2-135m", dtype=torch.bfloat16, device=torch.device("cuda"))
+    engine = Engine(model, max_sequences=32, max_length=192)
+    before = generate(engine, GROUPS)
+    old = [(name, tensor.clone()) for name, tensor in named_weights(model)]
+    engine.apply_weights([(name, tensor * 1.1) for name, tensor in old], 1)
+    assert generate(engine, GROUPS)["0/0/0"].token_ids != before["0/0/0"].token_ids
+    engine.apply_weights(old, 0)
+    assert generate(engine, GROUPS) == before
+
+
+def test_logits_that_are_not_numbers_are_an_error_on_the_gpu_too() -> None:
+    model = random_model("smollm2-135m", dtype=torch.bfloat16, device=torch.device("cuda"))
+    engine = Engine(model, max_sequences=8, max_length=192)
+    old = [(name, tensor.clone()) for name, tensor in named_weights(model)]
+    engine.apply_weights([(name, torch.full_like(tensor, torch.nan)) for name, tensor in old], 1)
+    engine.submit(GROUPS[0])
+    num_errors = 0
+    while engine.has_work:  # two steps are in flight, so siblings may break in the second one
+        try:
+            engine.step()
+        except BrokenLogits:
+            num_errors += 1
+    assert num_errors > 0
+    engine.apply_weights(old, 2)
+    assert len(generate(engine, GROUPS[1:])) == 24
 
 
 def test_the_gpu_engine_agrees_with_the_cpu_engine_in_float32() -> None:
@@ -54,7 +118,9 @@ def test_the_gpu_engine_agrees_with_the_cpu_engine_in_float32() -> None:
     by_device = {}
     for device in ("cpu", "cuda"):
         model = load_model("tiny", dtype=torch.float32, device=torch.device(device))
-        rollouts = generate(Engine(model, max_sequences=32, max_length=128), 4)
-        by_device[device] = {rollout.request.uid: rollout.token_ids for rollout in rollouts}
+        rollouts = generate(
+            Engine(model, max_sequences=32, max_length=128), [requests_for(group) for group in range(4)]
+        )
+        by_device[device] = {uid: rollout.token_ids for uid, rollout in rollouts.items()}
     same = [by_device["cpu"][uid] == by_device["cuda"][uid] for uid in by_device["cpu"]]
     assert sum(same) >= 0.9 * len(same)

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from slipstream.config import build_config, load_config
+from slipstream.engine.engine import Engine
 from slipstream.models.loading import load_model
 from slipstream.observe.store import RunStore
 from slipstream.runtime.folder import RunFolder
@@ -186,7 +187,8 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(unbroken: Path, tmp_path: Pat
     while not (database.exists() and database.read_text().count("\n") >= 3):
         assert process.poll() is None and time.monotonic() < until_s, process.communicate()
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    for number in (signal.SIGINT, signal.SIGTERM):  # `timeout` and batch systems signal the process and its group
+        process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130 and "--resume" in output, output
     saved = (tmp_path / "run" / "latest").read_text().strip()
@@ -227,6 +229,25 @@ def test_the_bfloat16_engine_keeps_exact_rotary_frequencies(tmp_path: Path) -> N
     engine = build_engine(build_config(SETTINGS | changes), model, torch.device("cpu"))
     assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
     assert torch.equal(engine.model.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+def test_the_engine_settings_reach_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    class NotedEngine(Engine):
+        def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+            given.update(options)
+            super().__init__(model, **options)
+
+    monkeypatch.setattr("slipstream.runtime.local.Engine", NotedEngine)
+    model = load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
+    settings = {"max_sequences": 8, "max_prompt_tokens": 32}
+    by_default, changed = (
+        build_engine(build_config(SETTINGS | {"run": {"dir": tmp_path}, "engine": engine}), model, torch.device("cpu"))
+        for engine in (settings, settings | {"kv_tokens": 130, "exact": False})
+    )
+    assert given == {"max_sequences": 8, "max_length": 52, "kv_tokens": 130, "exact": False}
+    assert (by_default.facts().num_pages, changed.facts().num_pages) == (8, 3), "pages of 64 tokens"
 
 
 def test_two_processes_cannot_train_in_one_folder(unbroken: Path) -> None:

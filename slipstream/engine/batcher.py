@@ -1,18 +1,24 @@
-"""Continuous batching: which tokens go into the next forward, and what becomes of the sampled ones. Pure: no tensors.
+"""Continuous batching: which sequences sit in which slot, with which pages, and how many tokens each runs next. Pure.
 
-A group is the requests that share a prompt. Its prompt is prefilled once, in the page of its first member; every
-member's first token is sampled from that one row of logits; the others get a page as pages become free, either by a
-copy of the prompt part of a sibling's page, or by taking over the page of a sibling that has finished.
+A plan may be made before the results of the plans before it are known (`commit` comes late on a GPU): a sequence counts
+tokens that were launched, known or not. A sequence taken out while a result is on its way loses nothing: sampling is
+keyed, so the token comes out the same when it is computed again.
 
-Invariants, asserted by `tests/test_engine_batcher.py`: a plan never exceeds `max_step_tokens`; a running sequence has
-exactly one page; its page holds keys for all of its tokens but the newest; every submitted request ends exactly once.
+A group is the requests that share a prompt. Its first member computes the prompt; the others are seated afterwards on
+the same pages, with a copy of the last, partly filled one, and compute only the prompt's last token for themselves.
+
+Invariants, asserted by `tests/test_engine_batcher.py`: a plan never exceeds `max_step_tokens`; a seated sequence has
+one slot, and pages for every token that was launched; every submitted request ends exactly once; free + held = all
+pages.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from slipstream.engine.pages import PagePool
 from slipstream.types import FinishReason, Request, Rollout
@@ -26,12 +32,29 @@ class Running:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     first_version: int = -1
-    page: int | None = None
+    slot: int = -1
+    seat: int = -1
+    """A number given at seating, so that results for an earlier seat can be told apart; -1 while not seated."""
+    pages: list[int] = field(default_factory=list)
+    num_launched: int = 0
+    """Tokens whose keys are computed, or will be by the steps launched so far."""
+    num_unread: int = 0
+    """Tokens sampled by steps that were launched but not yet committed."""
 
     @property
-    def position(self) -> int:
-        """Absolute index of the next token to be sampled."""
-        return len(self.request.prompt_ids) + len(self.token_ids)
+    def num_known(self) -> int:
+        return len(self.request.prompt_ids) + len(self.token_ids) + self.num_unread
+
+    @property
+    def max_keys(self) -> int:
+        """Keys it can come to hold: the last token it may sample is never run."""
+        return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens - 1
+
+    @property
+    def num_due(self) -> int:
+        """Tokens to run before the next one can be sampled; 0 if it has sampled all it may."""
+        full = len(self.token_ids) + self.num_unread >= self.request.sampling.max_new_tokens
+        return 0 if full else self.num_known - self.num_launched
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -52,64 +75,79 @@ class PartialRollout:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Requests with one prompt, and how far its prefill is."""
+    """Members without a slot that share a prompt. Once a seated member has computed it, the group holds its pages."""
 
-    prefill_ids: Sequence[int]
-    members: list[Running]
-    num_prefilled: int = 0
-    page: int | None = None
-
-    @property
-    def remaining(self) -> int:
-        return len(self.prefill_ids) - self.num_prefilled
+    members: deque[Running]
+    leader: Running | None = None
+    """The member that is computing the prompt for the others."""
+    pages: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Consecutive tokens of one page in a packed forward, and the sequences that sample from the last one's logits."""
+class Seat:
+    """A sequence that takes a slot with this plan."""
 
-    page: int
-    start: int
-    token_ids: Sequence[int]
-    samplers: tuple[Running, ...]
+    slot: int
+    sequence: Running
+    token_ids: tuple[int, ...]
+    num_computed: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    copies: tuple[tuple[int, int, int], ...]
-    """(from page, to page, tokens) to do before the forward."""
-    rows: tuple[Row, ...]
-    num_decode_rows: int
-    """The first rows decode, one token each; the others prefill."""
+    """What the device needs to be told, and what it will run."""
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self.rows)
+    vacated: tuple[int, ...]
+    """Slots whose sequence was taken out before its end."""
+    copies: tuple[tuple[int, int], ...]
+    """(from page, to page), to be done first, all reads before all writes."""
+    seats: tuple[Seat, ...]
+    pages: tuple[tuple[int, int, int], ...]
+    """(slot, index, page): new entries of the page table."""
+    allotments: tuple[tuple[int, int], ...]
+    """(slot, tokens it may run), where this differs from the plan before."""
+    samplers: tuple[tuple[Running, int], ...]
+    """The sequences that sample a token, and their seats."""
+    num_rows: int
+    num_tokens: int
+    with_cuts: bool
+    """Whether any of the samplers cuts the tail of the distribution."""
 
 
 class Batcher:
-    def __init__(self, pool: PagePool, max_step_tokens: int, page_tokens: int) -> None:
+    def __init__(
+        self, pool: PagePool, *, num_slots: int, max_step_tokens: int, max_length: int, page_tokens: int
+    ) -> None:
+        if pool.num_pages * page_tokens < max_length:
+            raise ValueError(
+                f"{pool.num_pages} pages of {page_tokens} tokens cannot hold one sequence of {max_length} tokens"
+            )
         self.pool = pool
         self.max_step_tokens = max_step_tokens
+        self.max_length = max_length
         self.page_tokens = page_tokens
-        self._waiting: deque[Group] = deque()
-        self._prefilling: deque[Group] = deque()
-        self._pageless: deque[tuple[Group, Running]] = deque()
-        self._running: dict[str, tuple[Group, Running]] = {}
+        self.admitting = True
+        """Whether waiting sequences may take a free slot."""
+        self.num_preempted = 0
+        self._seated: dict[str, Running] = {}
+        self._groups: deque[Group] = deque()
         self._live: set[str] = set()
+        self._free_slots = list(range(num_slots))
+        self._seat_numbers = count()
+        self._allotted = [0] * num_slots
+        self._vacated: list[int] = []
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._seated)
 
     @property
     def num_waiting(self) -> int:
-        groups = (*self._waiting, *self._prefilling)
-        return sum(len(group.members) for group in groups) + len(self._pageless)
+        return sum(len(group.members) for group in self._groups)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._prefilling or self._pageless or self._running)
+        return bool(self._seated or self._groups)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """One group: requests with the same prompt."""
@@ -117,65 +155,95 @@ class Batcher:
         assert all(request.prompt_ids == prompt_ids for request in requests), "a group shares its prompt"
         for request in requests:
             self._admit(request)
-        self._waiting.append(Group(prompt_ids, [Running(request) for request in requests]))
+        self._groups.append(Group(deque(Running(request) for request in requests)))
 
     def submit_partial(self, partial: PartialRollout) -> None:
         """Go on with a sequence that another engine began."""
         self._admit(partial.request)
-        sequence = Running(
-            partial.request, list(partial.token_ids), list(partial.logprobs), first_version=partial.first_version
-        )
-        # The newest token has no key yet: it is the first input of the decode that follows the prefill.
-        known = (*partial.request.prompt_ids, *partial.token_ids[:-1])
-        self._waiting.append(Group(known, [sequence]))
+        sequence = Running(partial.request, list(partial.token_ids), list(partial.logprobs), partial.first_version)
+        self._groups.append(Group(deque([sequence])))
 
     def withdraw(self, uid: str) -> PartialRollout:
         """Take a sequence out, wherever it stands; KeyError if it is not here."""
         self._live.remove(uid)
-        sequence = self._take_out(uid)
+        sequence = self._seated.get(uid)
+        if sequence is not None:
+            self._unseat(sequence)
+        else:
+            sequence = self._leave_group(uid)
         return PartialRollout(
             sequence.request, tuple(sequence.token_ids), tuple(sequence.logprobs), sequence.first_version
         )
 
-    def plan(self) -> StepPlan:
-        """Decode rows first, oldest served first; then prompts, in order of arrival, while tokens are left."""
-        copies = self._house_pageless()
-        budget = self.max_step_tokens
-        rows: list[Row] = []
-        for uid in list(self._running)[:budget]:
-            sequence = self._running[uid][1]
-            if len(self._running) > budget:  # then the served go to the back, so that everyone's turn comes
-                self._running[uid] = self._running.pop(uid)
-            assert sequence.page is not None
-            rows.append(Row(sequence.page, sequence.position - 1, sequence.token_ids[-1:], (sequence,)))
-        num_decode_rows = len(rows)
-        rows += self._prefill_rows(budget - num_decode_rows)
-        return StepPlan(tuple(copies), tuple(rows), num_decode_rows)
+    def restart_running(self) -> None:
+        """Running sequences lose their tokens and wait to begin again, oldest first."""
+        for sequence in sorted(self._seated.values(), key=lambda sequence: -sequence.seat):
+            self._unseat(sequence)
+            sequence.token_ids, sequence.logprobs, sequence.first_version = [], [], -1
+            self._groups.appendleft(Group(deque([sequence])))
 
-    def commit(self, plan: StepPlan, sampled: Sequence[tuple[int, float]], version: int) -> list[Rollout]:
-        """Take in the sampled (token, logprob) pairs, in the order of the plan's samplers; give back what has ended."""
-        draws = iter(sampled)
+    def preempt_running(self) -> None:
+        """Running sequences give up slot and pages, and wait with the tokens they have, oldest first."""
+        for sequence in sorted(self._seated.values(), key=lambda sequence: -sequence.seat):
+            self._preempt(sequence)
+
+    def forget_prompts(self) -> None:
+        """Keys of computed prompts are no longer right for sequences that have not begun."""
+        for group in self._groups:
+            self.pool.give_back(group.pages)
+            group.pages, group.leader = [], None
+
+    def plan(self) -> StepPlan:
+        """Seat who fits; then sequences that decode, oldest served first; then prompts, while tokens are left."""
+        copies: list[tuple[int, int]] = []
+        entries: list[tuple[int, int, int]] = []
+        seats = self._seat_waiting(copies, entries)
+        shares = self._share_out()
+        for sequence, tokens in list(shares.items()):
+            grown = sequence.num_launched + tokens
+            if sequence.seat >= 0 and grown > len(sequence.pages) * self.page_tokens:  # and not preempted just now
+                entries += self._grow(sequence, grown)
+        shares = {sequence: tokens for sequence, tokens in shares.items() if sequence.seat >= 0}
+        samplers = []
+        allotments = dict.fromkeys((slot for slot, tokens in enumerate(self._allotted) if tokens), 0)
+        for sequence, tokens in shares.items():
+            sequence.num_launched += tokens
+            allotments[sequence.slot] = tokens
+            if sequence.num_launched == sequence.num_known:
+                sequence.num_unread += 1
+                samplers.append((sequence, sequence.seat))
+        changed = [(slot, tokens) for slot, tokens in allotments.items() if self._allotted[slot] != tokens]
+        for slot, tokens in changed:
+            self._allotted[slot] = tokens
+        vacated, self._vacated = self._vacated, []
+        return StepPlan(
+            vacated=tuple(vacated),
+            copies=tuple(copies),
+            seats=tuple(seat for seat in seats if seat.sequence.slot == seat.slot),
+            pages=tuple(entries),
+            allotments=tuple(changed),
+            samplers=tuple(samplers),
+            num_rows=len(shares),
+            num_tokens=sum(shares.values()),
+            with_cuts=any(sequence.request.sampling.cuts_tail for sequence, _ in samplers),
+        )
+
+    def commit(self, plan: StepPlan, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> list[Rollout]:
+        """Take in what each slot sampled; give back what has ended."""
         finished: list[Rollout] = []
-        for row in plan.rows:
-            for sequence in row.samplers:
-                token_id, logprob = next(draws)
-                sequence.token_ids.append(token_id)
-                sequence.logprobs.append(logprob)
-                if sequence.first_version < 0:
-                    sequence.first_version = version
-        self._seat_prefilled()
-        for uid, (group, sequence) in list(self._running.items()):
+        for sequence, seat in plan.samplers:
+            if sequence.seat != seat:
+                continue  # taken out meanwhile: the token will be computed again
+            sequence.num_unread -= 1
+            sequence.token_ids.append(tokens[sequence.slot])
+            sequence.logprobs.append(logprobs[sequence.slot])
+            if sequence.first_version < 0:
+                sequence.first_version = version
             reason = sequence.finish_reason
             if reason is not None:
-                del self._running[uid]
-                self._pass_on_page(group, sequence)
+                self._release(sequence)
+                self._live.remove(sequence.request.uid)
                 finished.append(_rollout(sequence, reason, version))
-        for entry in [entry for entry in self._pageless if entry[1].finish_reason is not None]:
-            self._pageless.remove(entry)
-            sequence = entry[1]
-            assert sequence.finish_reason is not None
-            finished.append(_rollout(sequence, sequence.finish_reason, version))
-        self._live.difference_update(rollout.request.uid for rollout in finished)
         return finished
 
     def _admit(self, request: Request) -> None:
@@ -183,87 +251,150 @@ class Batcher:
         num_prompt, num_new = len(request.prompt_ids), request.sampling.max_new_tokens
         if num_prompt == 0:
             raise ValueError(f"request {request.uid}: the prompt is empty")
-        if num_prompt + num_new > self.page_tokens:
+        if num_prompt + num_new > self.max_length:
             raise ValueError(
                 f"request {request.uid}: prompt of {num_prompt} tokens + {num_new} new tokens exceed the engine's "
-                f"{self.page_tokens} tokens a sequence; raise engine.max_prompt_tokens or shorten the prompt"
+                f"{self.max_length} tokens a sequence; raise engine.max_prompt_tokens or shorten the prompt"
             )
         self._live.add(request.uid)
 
-    def _prefill_rows(self, budget: int) -> Iterator[Row]:
-        while self._waiting and self.pool.num_free > 0:
-            group = self._waiting.popleft()
-            group.page = self.pool.take()
-            self._prefilling.append(group)
-        for group in self._prefilling:
-            if budget <= 0:
-                return
-            chunk = group.prefill_ids[group.num_prefilled : group.num_prefilled + budget]
-            fresh = not group.members[0].token_ids
-            samplers = tuple(group.members) if fresh and len(chunk) == group.remaining else ()
-            assert group.page is not None
-            yield Row(group.page, group.num_prefilled, chunk, samplers)
-            group.num_prefilled += len(chunk)
-            budget -= len(chunk)
+    def _share_out(self) -> dict[Running, int]:
+        """How many tokens each sequence runs in this step."""
+        budget = self.max_step_tokens
+        shares: dict[Running, int] = {}
+        decoding = [sequence for sequence in self._seated.values() if sequence.num_due == 1]
+        for sequence in decoding[:budget]:
+            shares[sequence] = 1
+            if len(decoding) > budget:  # then the served go to the back, so that everyone's turn comes
+                uid = sequence.request.uid
+                self._seated[uid] = self._seated.pop(uid)
+        budget -= len(shares)
+        for sequence in self._seated.values():
+            if budget > 0 and sequence.num_due > 1:
+                shares[sequence] = min(sequence.num_due, budget)
+                budget -= shares[sequence]
+        return shares
 
-    def _seat_prefilled(self) -> None:
-        """Members of groups whose prefill is complete: the first keeps the page, the others wait for one."""
-        while self._prefilling and self._prefilling[0].remaining == 0:
-            group = self._prefilling.popleft()
-            first, *others = group.members
-            first.page, group.page = group.page, None
-            self._running[first.request.uid] = (group, first)
-            self._pageless.extend((group, member) for member in others)
+    def _seat_waiting(self, copies: list[tuple[int, int]], entries: list[tuple[int, int, int]]) -> list[Seat]:
+        seats: list[Seat] = []
+        for group in list(self._groups) if self._free_slots and self.admitting else ():
+            self._collect_prompt(group)
+            while group.members and self._free_slots and group.leader is None:
+                if not self._has_room_for(group):
+                    return seats
+                sequence = group.members.popleft()
+                self._take_seat(sequence)
+                num_shared = self._share_prompt(group, sequence, copies)
+                entries += [(sequence.slot, index, page) for index, page in enumerate(sequence.pages)]
+                entries += self._grow(sequence, sequence.num_known)
+                ids = (*sequence.request.prompt_ids, *sequence.token_ids)
+                seats.append(Seat(sequence.slot, sequence, ids, num_shared))
+                if not group.pages and group.members:
+                    group.leader = sequence
+            if not group.members:
+                self.pool.give_back(group.pages)
+                self._groups.remove(group)
+        return seats
 
-    def _house_pageless(self) -> list[tuple[int, int, int]]:
-        copies = []
-        while self._pageless and self.pool.num_free > 0:
-            group, sequence = self._pageless.popleft()
-            donor = next(m.page for m in group.members if m.page is not None)
-            sequence.page = self.pool.take()
-            assert sequence.page is not None
-            copies.append((donor, sequence.page, len(sequence.request.prompt_ids)))
-            self._running[sequence.request.uid] = (group, sequence)
-        return copies
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
 
-    def _pass_on_page(self, group: Group, sequence: Running) -> None:
-        """A finished sequence's page still holds the prompt: the next pageless sibling needs no copy."""
-        page, sequence.page = sequence.page, None
-        assert page is not None
-        for entry in self._pageless:
-            if entry[0] is group and entry[1].finish_reason is None:
-                self._pageless.remove(entry)
-                entry[1].page = page
-                self._running[entry[1].request.uid] = entry
-                return
-        self.pool.give_back(page)
+    def _has_room_for(self, group: Group) -> bool:
+        """Whether to seat the next member: with a page left for all here who may need one, lest it be preempted."""
+        if not self._seated and self._num_pages_to_seat(group) > self.pool.num_free:
+            self.forget_prompts()
+        growing = sum(len(other.pages) < self._pages_for(other.max_keys) for other in self._seated.values())
+        return self._num_pages_to_seat(group) + growing <= self.pool.num_free
 
-    def _take_out(self, uid: str) -> Running:
-        if uid in self._running:
-            group, sequence = self._running.pop(uid)
-            self._pass_on_page(group, sequence)
-            group.members.remove(sequence)
-            return sequence
-        for entry in self._pageless:
-            if entry[1].request.uid == uid:
-                self._pageless.remove(entry)
-                entry[0].members.remove(entry[1])
-                return entry[1]
-        for queue in (self._waiting, self._prefilling):
-            for group in queue:
-                for member in group.members:
-                    if member.request.uid == uid:
-                        self._leave(queue, group, member)
-                        return member
+    def _num_pages_to_seat(self, group: Group) -> int:
+        sequence = group.members[0]
+        num_shared = (len(sequence.request.prompt_ids) - 1) // self.page_tokens if group.pages else 0
+        return self._pages_for(sequence.num_known) - num_shared
+
+    def _take_seat(self, sequence: Running) -> None:
+        sequence.slot, sequence.seat = heapq.heappop(self._free_slots), next(self._seat_numbers)
+        self._seated[sequence.request.uid] = sequence
+
+    def _collect_prompt(self, group: Group) -> None:
+        """The leader has launched the whole prompt: the group takes hold of the pages its other members need."""
+        if group.leader is None or group.leader.num_launched < len(group.leader.request.prompt_ids):
+            return
+        # The last prompt token is left to each member: its logits are where the member's own first token comes from.
+        group.pages = group.leader.pages[: self._pages_for(len(group.leader.request.prompt_ids) - 1)]
+        self.pool.share(group.pages)
+        group.leader = None
+
+    def _share_prompt(self, group: Group, sequence: Running, copies: list[tuple[int, int]]) -> int:
+        """Give a member the group's prompt; the number of tokens it need not compute."""
+        if not group.pages:
+            return 0
+        num_shared = len(sequence.request.prompt_ids) - 1
+        whole = num_shared // self.page_tokens
+        sequence.pages = group.pages[:whole]
+        self.pool.share(sequence.pages)
+        for page in group.pages[whole:]:
+            own = self.pool.take(1)
+            copies.append((page, own[0]))
+            sequence.pages = sequence.pages + own
+        sequence.num_launched = num_shared
+        return num_shared
+
+    def _grow(self, sequence: Running, num_tokens: int) -> list[tuple[int, int, int]]:
+        """Pages for the first `num_tokens` tokens, from younger sequences if need be; the new table entries.
+
+        Empty and the sequence unseated if it is itself the youngest and nothing is left for it.
+        """
+        needed = self._pages_for(num_tokens) - len(sequence.pages)
+        while needed > self.pool.num_free:
+            youngest = max(self._seated.values(), key=lambda other: other.seat)
+            if youngest is sequence and len(self._seated) == 1:
+                self.forget_prompts()
+                assert needed <= self.pool.num_free, "one sequence fits into all pages"
+                break
+            self._preempt(youngest)
+            if youngest is sequence:
+                return []
+        if needed <= 0:
+            return []
+        first = len(sequence.pages)
+        sequence.pages += self.pool.take(needed)
+        return [(sequence.slot, index, sequence.pages[index]) for index in range(first, len(sequence.pages))]
+
+    def _preempt(self, sequence: Running) -> None:
+        """Out of its slot, first in the queue: its keys will be computed again, its tokens stay."""
+        self.num_preempted += 1
+        self._unseat(sequence)
+        self._groups.appendleft(Group(deque([sequence])))
+
+    def _unseat(self, sequence: Running) -> None:
+        for group in self._groups:
+            if group.leader is sequence:
+                group.leader = None  # another member computes the prompt
+        self._vacated.append(sequence.slot)
+        self._release(sequence)
+        sequence.num_launched = sequence.num_unread = 0
+
+    def _release(self, sequence: Running) -> None:
+        """Slot and pages are free again. A leader that ends has launched its prompt: its group takes pages first."""
+        for group in self._groups:
+            if group.leader is sequence:
+                self._collect_prompt(group)
+        del self._seated[sequence.request.uid]
+        self.pool.give_back(sequence.pages)
+        self._allotted[sequence.slot] = 0
+        heapq.heappush(self._free_slots, sequence.slot)
+        sequence.pages, sequence.slot, sequence.seat = [], -1, -1
+
+    def _leave_group(self, uid: str) -> Running:
+        for group in self._groups:
+            for member in group.members:
+                if member.request.uid == uid:
+                    group.members.remove(member)
+                    if not group.members:
+                        self.pool.give_back(group.pages)
+                        self._groups.remove(group)
+                    return member
         raise AssertionError(f"{uid} is live but nowhere")
-
-    def _leave(self, queue: deque[Group], group: Group, member: Running) -> None:
-        """Out of a group whose prompt is not computed yet; the last one takes the group along."""
-        group.members.remove(member)
-        if not group.members:
-            queue.remove(group)
-            if group.page is not None:
-                self.pool.give_back(group.page)
 
 
 def _rollout(sequence: Running, reason: FinishReason, version: int) -> Rollout:

@@ -1,44 +1,105 @@
-"""One replica: requests in, rollouts out, a packed forward at a time. The plain form, on CPU or GPU.
+"""One replica: requests in, rollouts out, a packed forward at a time, on CPU or GPU.
 
-Owns the model copy, its KV pages and its weight version; decides nothing (the batcher does) and knows no reward, no
-schedule and no trainer.
+Owns the model copy, its KV pages, the state of its slots and its weight version; decides nothing (the batcher does) and
+knows no reward, no schedule and no trainer. On a GPU a step is a CUDA graph, and its results are read while the next
+one runs; on CPU it runs eagerly and is read at once.
 
-Promise: a rollout depends on (weights, prompt, seed, sampling) alone. On CPU this holds to the bit: attention is exact
-by construction, and matrix products give a row the same bits as long as their height stays within
-[MIN_STEP_TOKENS, CPU_STEP_TOKENS], so shorter steps are padded and longer ones never planned.
+Promise: a rollout depends on (weights, prompt, seed, sampling) alone, to the bit. Attention and sampling are exact by
+construction. A matrix product gives a row the same bits on CPU as long as its height stays within [MIN_STEP_TOKENS,
+CPU_STEP_TOKENS], so shorter steps are padded and longer ones never planned; on a GPU by the settings of
+`models/precision.py`.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.engine.batcher import Batcher, PartialRollout, StepPlan
+from slipstream.engine.graphs import GraphPool, padded
 from slipstream.engine.pages import PagePool
-from slipstream.engine.sampling import sample
-from slipstream.models.cached import CachedRows, KVPages
-from slipstream.models.packed import row_logits
+from slipstream.engine.state import BROKEN, MAX_STOP_TOKENS, StepState
+from slipstream.engine.step import run_step
+from slipstream.models.cached import KVPages
+from slipstream.models.precision import use_batch_invariant_products
+from slipstream.models.recognise import fuse
 from slipstream.models.weights import fingerprint, write_weights
 from slipstream.types import EngineFacts, Request, Rollout, WeightVersion
 
 # Measured (docs/log.md): MKL, oneDNN and OpenBLAS switch kernels below 2 or 16 rows and above 128.
 MIN_STEP_TOKENS = 16
 CPU_STEP_TOKENS = 128
-GPU_STEP_TOKENS = 8192
+GPU_STEP_TOKENS = 2048
+PAGE_TOKENS = 64
+GRAPH_BYTES = 4 << 30
+
+RunningSequences = Literal["keep", "wait", "abort"]
+"""On new weights, running sequences go on with them, or end first, or begin again from their prompt."""
+
+
+class BrokenLogits(RuntimeError):
+    """The model gave logits that are not numbers. The sequences named were dropped; the engine goes on with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way: what it will report, and when."""
+
+    plan: StepPlan
+    version: int
+    report: Tensor
+    done: torch.cuda.Event | None
 
 
 class Engine:
-    def __init__(self, model: PreTrainedModel, *, max_sequences: int, max_length: int) -> None:
-        """`max_length`: longest prompt + response in tokens, which is the size of a KV page."""
-        self.model = model.eval()
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_sequences: int,
+        max_length: int,
+        kv_tokens: int | None = None,
+        exact: bool = True,
+        fused: bool = True,
+        graphs: bool = True,
+    ) -> None:
+        """`max_length`: longest prompt + response in tokens. `kv_tokens`: by default as many as `max_sequences` of that
+        length need; with fewer, sequences are preempted under pressure and computed again. `fused` and `graphs` off
+        give the plain twin."""
         self.device = next(model.parameters()).device
-        self._pages = KVPages(max_sequences, max_length)
-        step_tokens = CPU_STEP_TOKENS if self.device.type == "cpu" else GPU_STEP_TOKENS
-        self._batcher = Batcher(PagePool(max_sequences), step_tokens, max_length)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and exact:
+            use_batch_invariant_products()
+        self.model = model.eval()
+        self.page_tokens = PAGE_TOKENS
+        self.fusion = fuse(model) if fused else None
+        table_pages = -(-max_length // PAGE_TOKENS)
+        pool = PagePool(-(-kv_tokens // PAGE_TOKENS) if kv_tokens else max_sequences * table_pages)
+        self._batcher = Batcher(
+            pool,
+            num_slots=max_sequences,
+            max_step_tokens=GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS,
+            max_length=max_length,
+            page_tokens=PAGE_TOKENS,
+        )
+        self._pages = KVPages(pool.num_pages, PAGE_TOKENS)
+        self._state = StepState(
+            num_slots=max_sequences,
+            max_length=max_length,
+            num_table_pages=table_pages,
+            trash_page=self._pages.trash_page,
+            device=self.device,
+        )
+        self._graphs = GraphPool(GRAPH_BYTES) if on_gpu and graphs else None
+        self._unread: deque[Launched] = deque()
+        self._ready: list[Rollout] = []
         self._version = WeightVersion(0, fingerprint(model))
         self._paused = False
         self._prefill_tokens = self._decode_tokens = self._num_forwards = 0
@@ -46,26 +107,28 @@ class Engine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """One group of requests that share a prompt; ValueError if it cannot fit."""
+        for request in requests:
+            if len(request.sampling.stop_token_ids) > MAX_STOP_TOKENS:
+                raise ValueError(f"request {request.uid}: at most {MAX_STOP_TOKENS} stop tokens, not more")
         self._batcher.submit(requests)
 
     @property
     def has_work(self) -> bool:
-        return self._batcher.has_work
+        return self._batcher.has_work or bool(self._ready)
 
     @torch.inference_mode()
     def step(self) -> list[Rollout]:
-        """One packed forward; the rollouts that ended with it. Does nothing while paused or idle."""
+        """One packed forward; the rollouts known to have ended. Does nothing while paused or idle."""
+        finished, self._ready = self._ready, []
         if self._paused or not self._batcher.has_work:
-            return []
+            return finished
         started = time.perf_counter()
         plan = self._batcher.plan()
-        for source, target, num_tokens in plan.copies:
-            self._pages.copy_start(source, target, num_tokens)
-        sampled = self._forward(plan)
-        finished = self._batcher.commit(plan, sampled, self._version.number)
-        self._num_forwards += 1
-        self._decode_tokens += len(sampled)
-        self._prefill_tokens += plan.num_tokens - plan.num_decode_rows
+        self._launch(plan)
+        # On a GPU the step before this one is read while this one runs; nothing to run means all must be read.
+        num_ahead = 1 if self._graphs is not None and plan.num_tokens else 0
+        while len(self._unread) > num_ahead:
+            finished += self._read(self._unread.popleft(), finished)
         self._forward_s += time.perf_counter() - started
         return finished
 
@@ -76,9 +139,17 @@ class Engine:
     def resume(self) -> None:
         self._paused = False
 
-    def apply_weights(self, weights: Iterable[tuple[str, Tensor]], number: int) -> WeightVersion:
-        """Overwrite the weights in place. Running sequences go on with them and record the version they ended with."""
+    @torch.inference_mode()
+    def apply_weights(
+        self, weights: Iterable[tuple[str, Tensor]], number: int, running: RunningSequences = "keep"
+    ) -> WeightVersion:
+        """Overwrite the weights in place; graphs stay valid. Rollouts record versions of their first and last token."""
+        if running == "wait":
+            self._finish_running()
+        elif running == "abort":
+            self._batcher.restart_running()
         write_weights(self.model, weights)
+        self._batcher.forget_prompts()
         self._version = WeightVersion(number, fingerprint(self.model))
         return self._version
 
@@ -101,43 +172,84 @@ class Engine:
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
             num_forwards=self._num_forwards,
+            num_preempted=self._batcher.num_preempted,
             forward_s=self._forward_s,
+            kv_bytes=self._pages.num_bytes,
+            num_graphs=len(self._graphs) if self._graphs is not None else 0,
+            graph_bytes=self._graphs.num_bytes if self._graphs is not None else 0,
             paused=self._paused,
         )
 
-    def _forward(self, plan: StepPlan) -> list[tuple[int, float]]:
-        """Run the plan's rows and sample for every sampler, in order."""
-        rows = [(row.page, row.start, len(row.token_ids)) for row in plan.rows]
-        token_ids = [token for row in plan.rows for token in row.token_ids]
-        padding = max(0, MIN_STEP_TOKENS - len(token_ids))
-        rows += [(self._pages.trash_page, 0, 1)] * padding
-        token_ids += [0] * padding
+    def _finish_running(self) -> None:
+        assert not self._paused, "a paused engine cannot finish its sequences"
+        self._batcher.admitting = False
+        try:
+            while self._batcher.num_running:
+                self._ready = self.step()
+        finally:
+            self._batcher.admitting = True
 
-        ends: list[int] = []
-        logits_of_sampler: list[int] = []
-        at = 0
-        for row in plan.rows:
-            at += len(row.token_ids)
-            if row.samplers:
-                logits_of_sampler += [len(ends)] * len(row.samplers)
-                ends.append(at - 1)
-        num_wanted = len(ends)
-        ends += [0] * max(0, MIN_STEP_TOKENS - num_wanted)
-        logits_NV = row_logits(
-            self.model,
-            torch.tensor(token_ids, device=self.device),
-            CachedRows(self._pages, rows, self.device),
-            torch.tensor(ends, device=self.device),
-        )
-        samplers = [sequence for row in plan.rows for sequence in row.samplers]
-        if not samplers:
-            return []
-        if len(samplers) != num_wanted:
-            logits_NV = logits_NV[logits_of_sampler]
-        tokens, logprobs = sample(
-            logits_NV[: len(samplers)],
-            [sequence.request.seed for sequence in samplers],
-            [sequence.position for sequence in samplers],
-            [sequence.request.sampling for sequence in samplers],
-        )
-        return list(zip(tokens, logprobs, strict=True))
+    def _launch(self, plan: StepPlan) -> None:
+        """Tell the device what changes and start the step; returns before a GPU is done with it."""
+        if plan.copies:
+            sources, targets = torch.tensor(plan.copies).T.to(self.device)
+            self._pages.copy(sources, targets)
+        self._state.apply(plan)
+        if not plan.num_tokens:
+            return
+        if self.device.type == "cpu":
+            num_tokens, num_rows = max(plan.num_tokens, MIN_STEP_TOKENS), max(plan.num_rows, MIN_STEP_TOKENS)
+        else:
+            num_tokens = padded(plan.num_tokens)
+            num_rows = min(num_tokens, self._state.num_slots)
+
+        def body() -> None:
+            run_step(
+                self.model,
+                self._pages,
+                self._state,
+                num_tokens=num_tokens,
+                num_rows=num_rows,
+                with_cuts=plan.with_cuts,
+            )
+
+        if self._graphs is None:
+            body()
+        else:
+            self._graphs.run((num_tokens, plan.with_cuts), body)
+        self._unread.append(self._request_report(plan))
+        self._num_forwards += 1
+        self._decode_tokens += len(plan.samplers)
+        self._prefill_tokens += plan.num_tokens - len(plan.samplers)
+
+    def _request_report(self, plan: StepPlan) -> Launched:
+        report = self._state.report
+        if self.device.type != "cuda":
+            return Launched(plan, self._version.number, report, None)
+        host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+        host.copy_(report, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Launched(plan, self._version.number, host, done)
+
+    def _read(self, launched: Launched, finished: list[Rollout]) -> list[Rollout]:
+        """Wait for a step's report and commit it; what has ended. `finished` is kept for later if this is broken."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        tokens = launched.report[0].tolist()
+        broken = []
+        if BROKEN in tokens:
+            broken = [
+                s.request.uid for s, seat in launched.plan.samplers if s.seat == seat and tokens[s.slot] == BROKEN
+            ]
+            for uid in broken:
+                self._batcher.withdraw(uid)
+        logprobs = launched.report[1].view(torch.float32).tolist()
+        ended = self._batcher.commit(launched.plan, tokens, logprobs, launched.version)
+        if broken:
+            self._ready = finished + ended
+            raise BrokenLogits(
+                f"the model gave logits that are not numbers (NaN or infinite) for {broken[0]} and {len(broken) - 1} "
+                "more: its weights are broken, or it overflows in this number format (try engine.dtype: float32)"
+            )
+        return ended

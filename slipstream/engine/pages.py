@@ -1,12 +1,14 @@
 """Who holds which KV page. Pure accounting: no tensors.
 
-Invariants, asserted by `tests/test_engine_pages.py`: free + held = all; a page is never held twice; giving back a
-page that is not held is our mistake and fails at once.
+A page may have several holders: the members of a group share the pages of their prompt.
+
+Invariants, asserted by `tests/test_engine_pages.py`: free + held = all; a page is handed out only while nobody holds
+it; giving back a page that is not held is our mistake and fails at once.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Iterable
 
 
 class PagePool:
@@ -14,9 +16,8 @@ class PagePool:
         if num_pages < 1:
             raise ValueError("an engine needs at least one page of KV")
         self.num_pages = num_pages
-        # A heap, so that pages in use stay dense at the low end: batched attention reads up to the highest one.
-        self._free = list(range(num_pages))
-        self._held: set[int] = set()
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._holders: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
@@ -24,17 +25,26 @@ class PagePool:
 
     @property
     def num_held(self) -> int:
-        return len(self._held)
+        return len(self._holders)
 
-    def take(self) -> int | None:
-        """A free page, the lowest first; None when all are held."""
-        if not self._free:
-            return None
-        page = heapq.heappop(self._free)
-        self._held.add(page)
-        return page
+    def take(self, count: int) -> list[int]:
+        """Free pages, which the caller now holds; ask `num_free` first."""
+        assert count <= len(self._free), f"{count} pages asked, {len(self._free)} free"
+        pages = [self._free.pop() for _ in range(count)]
+        self._holders.update(dict.fromkeys(pages, 1))
+        return pages
 
-    def give_back(self, page: int) -> None:
-        assert page in self._held, f"page {page} is not held"
-        self._held.remove(page)
-        heapq.heappush(self._free, page)
+    def share(self, pages: Iterable[int]) -> None:
+        """One holder more for each page."""
+        for page in pages:
+            assert page in self._holders, f"page {page} is not held"
+            self._holders[page] += 1
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """One holder less; the last one frees the page."""
+        for page in pages:
+            assert page in self._holders, f"page {page} is not held"
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                del self._holders[page]
+                self._free.append(page)

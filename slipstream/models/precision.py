@@ -1,4 +1,4 @@
-"""Which number format a device computes in: the one place that turns `auto` into a dtype.
+"""How a device computes: the one place that turns `auto` into a dtype, and that makes matrix products batch-invariant.
 
 bfloat16 only where the processor has instructions for it. torch runs it everywhere, but emulated it is up to 200 times
 slower than float32.
@@ -6,6 +6,7 @@ slower than float32.
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import Literal
 
@@ -30,3 +31,15 @@ def has_native_bfloat16(device: torch.device) -> bool:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     # On x86 the mkldnn question is also answered yes by AVX-512 without bf16 instructions, which converts in software.
     return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+
+
+def use_batch_invariant_products() -> None:
+    """Make cuBLAS give a row the same bits whatever the number of rows: no split reductions, which need a workspace.
+
+    The workspace sizes are read when the first product runs, so this must come before it.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

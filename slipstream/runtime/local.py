@@ -237,7 +237,14 @@ def build_engine(config: Config, model: PreTrainedModel, device: torch.device) -
     dtype = resolve_precision(config.engine.dtype, device)
     served: PreTrainedModel = copy.deepcopy(model).requires_grad_(False)
     cast_weights(served, dtype)
-    return Engine(served, max_sequences=config.engine.max_sequences, max_length=config.max_length)
+    settings = config.engine
+    return Engine(
+        served,
+        max_sequences=settings.max_sequences,
+        max_length=config.max_length,
+        kv_tokens=settings.kv_tokens,
+        exact=settings.exact,
+    )
 
 
 def choose_device(setting: str) -> torch.device:
@@ -284,14 +291,18 @@ def hold_out(prompts: Sequence[Prompt], eval_sets: Mapping[str, Sequence[Prompt]
 def _stop_on_signals() -> Iterator[_StopFlag]:
     """The first Ctrl-C (or SIGTERM) asks for a checkpoint and an end; the second one ends at once.
 
+    A second signal within a second is still the first: `timeout` and batch systems signal the process and its group.
     The handler only sets a flag: printing in it could break into a print under way.
     """
     flag = _StopFlag()
+    first_s = 0.0
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if flag.reason is not None:
+        nonlocal first_s
+        if flag.reason is None:
+            flag.reason, first_s = "interrupted", time.monotonic()
+        elif time.monotonic() - first_s > 1:
             raise KeyboardInterrupt
-        flag.reason = "interrupted"
 
     previous: dict[int, Callable[..., Any] | int | None] = {}
     for wanted in (signal.SIGINT, signal.SIGTERM):

@@ -1,0 +1,60 @@
+"""CUDA graphs of the step, one for each padded size, captured when a size is met for the second time.
+
+The first time runs eagerly, which also compiles the kernels; prompts come in many sizes and most are met only once. All
+graphs share one memory pool, so the largest decides what they take. Past the budget, new sizes go on eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+
+class GraphPool:
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.num_bytes = 0
+        self._met: set[Hashable] = set()
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, size: Hashable, body: Callable[[], None]) -> None:
+        """Do what `body` does, which must launch the same kernels on the same memory every time for this size."""
+        graph = self._graphs.get(size)
+        if graph is not None:
+            graph.replay()
+        elif size in self._met and self.num_bytes < self.budget_bytes:
+            self._capture(size, body).replay()
+        else:
+            self._met.add(size)
+            body()
+
+    def clear(self) -> None:
+        """Forget every graph, because memory it reads or writes goes away."""
+        self._graphs.clear()
+        self.num_bytes = 0
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def _capture(self, size: Hashable, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        reserved = torch.cuda.memory_reserved()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            body()
+        self.num_bytes += max(0, torch.cuda.memory_reserved() - reserved)
+        self._graphs[size] = graph
+        return graph
+
+
+def padded(count: int) -> int:
+    """The size a step of `count` tokens is padded to: fine steps where they cost little, coarser ones above.
+
+    Above 32 tokens, less than a quarter is added: four sizes between one power of two and the next.
+    """
+    if count <= 8:
+        return 1 << (count - 1).bit_length()
+    step = max(8, 1 << ((count - 1).bit_length() - 3))
+    return -(-count // step) * step

@@ -1,0 +1,116 @@
+"""How fast an engine decodes: sequences of equal length from short prompts, so that the batch stays full to the end."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from slipstream.engine.engine import Engine
+from slipstream.rng import derive_seed
+from slipstream.types import Request, SamplingParams
+
+PROMPT_TOKENS = 16
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTiming:
+    batch: int
+    new_tokens: int
+    tokens_per_s: float
+    """Sampled tokens over the whole time, prompts included."""
+    step_ms: float
+    """Median over the steps that decode the whole batch."""
+    step_ms_p90: float
+    bandwidth_share: float
+    """Bytes a step must read (weights, and keys at their mean length) over what the device could read in its time."""
+    start_s: float
+    """From the first request to the first token, compilation and capture included; small after the first batch size."""
+    num_graphs: int
+    graph_bytes: int
+    kv_bytes: int
+
+    def as_row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def time_decoding(engine: Engine, batch: int, new_tokens: int, bytes_per_s: float) -> EngineTiming:
+    """`bytes_per_s`: what the device reads at best, from `read_bandwidth`."""
+    started = time.perf_counter()
+    _run(engine, batch, WARM_UP_TOKENS, "warm")
+    start_s = time.perf_counter() - started
+    started = time.perf_counter()
+    moments = _run(engine, batch, new_tokens, "timed")
+    total_s = time.perf_counter() - started
+    steps_ms = [1e3 * (later - earlier) for earlier, later in pairwise(moments)]
+    steady_ms = steps_ms[len(steps_ms) // 10 :]
+    step_ms = statistics.median(steady_ms)
+    facts = engine.facts()
+    bytes_per_token = _kv_bytes_per_token(engine)
+    mean_keys = PROMPT_TOKENS + new_tokens / 2
+    step_bytes = _weight_bytes(engine) + batch * mean_keys * bytes_per_token
+    return EngineTiming(
+        batch=batch,
+        new_tokens=new_tokens,
+        tokens_per_s=batch * new_tokens / total_s,
+        step_ms=step_ms,
+        step_ms_p90=statistics.quantiles(steady_ms, n=10)[-1],
+        bandwidth_share=step_bytes / (step_ms / 1e3) / bytes_per_s,
+        start_s=start_s,
+        num_graphs=facts.num_graphs,
+        graph_bytes=facts.graph_bytes,
+        kv_bytes=facts.kv_bytes,
+    )
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a large copy on the device, read and written."""
+    size = 1 << 30 if device.type == "cuda" else 1 << 27
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    best = 0.0
+    for _ in range(5):
+        _wait(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        best = max(best, 2 * size / (time.perf_counter() - started))
+    return best
+
+
+def _run(engine: Engine, batch: int, new_tokens: int, name: str) -> list[float]:
+    """Generate, and note when each step returned."""
+    sampling = SamplingParams(max_new_tokens=new_tokens)
+    vocab_size = engine.model.config.get_text_config().vocab_size
+    for number in range(batch):
+        prompt = tuple(derive_seed(name, number, place) % vocab_size for place in range(PROMPT_TOKENS))
+        engine.submit([Request(f"{name}/{number}", f"{name}/{number}", prompt, derive_seed(name, number), sampling)])
+    moments = []
+    while engine.has_work:
+        engine.step()
+        moments.append(time.perf_counter())
+    _wait(engine.device)
+    return moments
+
+
+def _weight_bytes(engine: Engine) -> int:
+    """What a step reads of the weights: all but an input embedding that is not also the head."""
+    total = sum(parameter.nbytes for parameter in engine.model.parameters())
+    embedding, head = engine.model.get_input_embeddings(), engine.model.get_output_embeddings()
+    tied = embedding.weight is head.weight
+    return total if tied else total - embedding.weight.nbytes
+
+
+def _kv_bytes_per_token(engine: Engine) -> float:
+    facts = engine.facts()
+    return facts.kv_bytes / ((facts.num_pages + 1) * engine.page_tokens)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

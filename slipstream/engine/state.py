@@ -1,0 +1,132 @@
+"""What the device knows of every slot: one block of 32-bit numbers, with a named view for each field.
+
+The host changes it by patches (place, value), all of a step in one copy and one scatter; the step changes it itself as
+sequences go on. The last slot is the trash slot: never live, one trash page, the home of padding.
+
+Axes: S slots and the trash slot, L tokens of a sequence, W pages of a slot, E stop tokens.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.engine.batcher import Seat, StepPlan
+from slipstream.rng import MASK32
+from slipstream.types import SamplingParams
+
+MAX_STOP_TOKENS = 8
+NO_TOKEN = -2
+"""In the report: this slot sampled nothing."""
+BROKEN = -1
+"""In the report: the logits were not numbers."""
+
+_FIELDS = (
+    "known",  # tokens in the buffer: prompt and sampled
+    "computed",  # of these, tokens with keys
+    "limit",  # known tokens at which the sequence ends
+    "allotted",  # tokens it may run in a step
+    "live",  # 1 while it goes on
+    "scripted",  # 1 if its tokens are in the buffer already and are walked, not sampled
+    "seed_low",
+    "seed_high",
+    "inverse_temperature",
+    "greedy",
+    "top_k",
+    "top_p",
+    "min_p",
+)
+_FLOATS = ("inverse_temperature", "top_p", "min_p")
+
+
+class StepState:
+    def __init__(
+        self, *, num_slots: int, max_length: int, num_table_pages: int, trash_page: int, device: torch.device
+    ) -> None:
+        lines = num_slots + 1
+        widths = {**dict.fromkeys(_FIELDS, 1), "stops": MAX_STOP_TOKENS, "table": num_table_pages, "tokens": max_length}
+        starts = accumulate((lines * width for width in widths.values()), initial=0)
+        self._layout = {name: (start, width) for (name, width), start in zip(widths.items(), starts, strict=False)}
+        self.num_slots = num_slots
+        self._block = torch.zeros(lines * sum(widths.values()), dtype=torch.int32, device=device)
+        self["table"].fill_(trash_page)
+        self.report = torch.zeros(2, lines, dtype=torch.int32, device=device)
+        """What the last step sampled for each slot: tokens, and log-probabilities as float32 bits."""
+
+    @property
+    def trash_slot(self) -> int:
+        return self.num_slots
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The view of a field: [S], or [S, width] for stops, table and tokens."""
+        start, width = self._layout[name]
+        view = self._block[start : start + (self.num_slots + 1) * width]
+        if name in _FLOATS:
+            return view.view(torch.float32)
+        return view if name in _FIELDS else view.view(-1, width)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Tell the device what the plan changes, without waiting for it."""
+        writes = {self._place("live", slot): 0 for slot in plan.vacated}
+        places, values = [], []
+        for seat in plan.seats:
+            writes.update(self._seat_writes(seat))
+            tokens = (*seat.token_ids, *seat.sequence.request.script_ids[len(seat.sequence.token_ids) :])
+            places.append(np.arange(len(tokens)) + self._place("tokens", seat.slot))
+            values.append(np.array(tokens))
+        writes |= {self._place("table", slot, index): page for slot, index, page in plan.pages}
+        writes |= {self._place("allotted", slot): tokens for slot, tokens in plan.allotments}
+        if not writes:
+            return
+        places.append(np.fromiter(writes.keys(), np.int64, len(writes)))
+        values.append(np.fromiter(writes.values(), np.int64, len(writes)))
+        patch = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(values)]))
+        if self._block.is_cuda:
+            patch = patch.pin_memory().to(self._block.device, non_blocking=True)
+        self._block.index_copy_(0, patch[0], _as_int32(patch[1]))
+
+    def _place(self, name: str, slot: int, index: int = 0) -> int:
+        start, width = self._layout[name]
+        return start + slot * width + index
+
+    def _seat_writes(self, seat: Seat) -> dict[int, int]:
+        request = seat.sequence.request
+        fields = {
+            "known": len(seat.token_ids),
+            "computed": seat.num_computed,
+            "limit": len(request.prompt_ids) + request.sampling.max_new_tokens,
+            "allotted": 0,
+            "live": 1,
+            "scripted": int(bool(request.script_ids)),
+            "seed_low": request.seed & MASK32,
+            "seed_high": request.seed >> 32,
+            **_sampling_fields(request.sampling),
+        }
+        writes = {self._place(name, seat.slot): value for name, value in fields.items()}
+        stops = request.sampling.stop_token_ids
+        padded = (*stops, *[NO_TOKEN] * (MAX_STOP_TOKENS - len(stops)))
+        return writes | {self._place("stops", seat.slot, i): token for i, token in enumerate(padded)}
+
+
+@lru_cache
+def _sampling_fields(sampling: SamplingParams) -> dict[str, int]:
+    return {
+        "inverse_temperature": _float_bits(1.0 / sampling.temperature if sampling.temperature else 1.0),
+        "greedy": int(sampling.temperature == 0),
+        "top_k": sampling.top_k,
+        "top_p": _float_bits(sampling.top_p),
+        "min_p": _float_bits(sampling.min_p),
+    }
+
+
+def _float_bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+def _as_int32(values: Tensor) -> Tensor:
+    """The low 32 bits, which may be those of an unsigned number."""
+    return ((values + 2**31) % 2**32 - 2**31).int()

@@ -1,0 +1,26 @@
+"""The sizes that steps are padded to. Graphs themselves need a GPU: `tests/test_gpu.py`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from slipstream.engine.graphs import padded
+
+COUNTS = range(1, 4097)
+
+
+def test_a_step_is_padded_up_and_never_out_of_order() -> None:
+    sizes = [padded(count) for count in COUNTS]
+    assert all(size >= count for size, count in zip(sizes, COUNTS, strict=True))
+    assert all(smaller <= larger for smaller, larger in pairwise(sizes))
+    assert all(padded(size) == size for size in sizes), "a padded size needs no more padding"
+
+
+def test_powers_of_two_are_exact() -> None:
+    assert [padded(count) for count in (1, 2, 4, 8)] == [1, 2, 4, 8]
+    assert all(padded(1 << power) == 1 << power for power in range(12))
+
+
+def test_padding_costs_less_than_a_quarter_with_few_sizes() -> None:
+    assert max(padded(count) / count for count in COUNTS if count > 32) < 1.25
+    assert len({padded(count) for count in range(1, 2049)}) == 31

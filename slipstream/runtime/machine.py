@@ -42,6 +42,8 @@ class MachineReport:
     model: str | None
     """What was found of the model that was asked for."""
     model_served: bool
+    fusion: str | None
+    """Which of the model's layers the engine runs fused, and why not the others."""
 
     @property
     def usable(self) -> bool:
@@ -54,6 +56,7 @@ class MachineReport:
             "missing": list(self.missing_required),
             "extras": self.extras,
             "model": self.model,
+            "fusion": self.fusion,
         }
 
     def as_text(self) -> str:
@@ -68,6 +71,8 @@ class MachineReport:
             )
         if self.model is not None:
             lines.append(f"{'model':14} {self.model}")
+        if self.fusion is not None:
+            lines.append(f"{'fusion':14} {self.fusion}")
         lines.append("ready: slipstream train recipes/quickstart.yaml" if self.usable else "not ready, see above")
         return "\n".join(lines)
 
@@ -81,18 +86,24 @@ def check_machine(model: str | None = None) -> MachineReport:
         "free disk here": f"{shutil.disk_usage('.').free / 2**30:.0f} GiB",
     }
     extras = {name: _version(name) for name in EXTRAS}
-    said, served = None, True
+    said, served, fusion = None, True, None
     if not missing:
         facts |= _torch_facts()
         if model is not None:
-            said, served = _check_model(model)
-    return MachineReport(facts, missing, extras, said, served)
+            said, served, fusion = _check_model(model)
+    return MachineReport(facts, missing, extras, said, served, fusion)
+
+
+def installed_version(package: str) -> str:
+    """By the name it is installed under; a folder on the path has modules but no version."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown version"
 
 
 def _version(module: str) -> str | None:
-    if importlib.util.find_spec(module) is None:
-        return None
-    return importlib.metadata.version(module.replace("_", "-"))
+    return None if importlib.util.find_spec(module) is None else installed_version(module.replace("_", "-"))
 
 
 def _torch_facts() -> dict[str, str]:
@@ -100,7 +111,7 @@ def _torch_facts() -> dict[str, str]:
 
     from slipstream.models.precision import has_native_bfloat16
 
-    facts = {"torch": torch.__version__, "transformers": importlib.metadata.version("transformers")}
+    facts = {"torch": torch.__version__, "transformers": installed_version("transformers")}
     if torch.cuda.is_available():
         name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
         facts["gpu"] = f"{torch.cuda.device_count()} x {name}, {memory / 2**30:.0f} GiB"
@@ -112,14 +123,17 @@ def _torch_facts() -> dict[str, str]:
     return facts
 
 
-def _check_model(name: str) -> tuple[str, bool]:
+def _check_model(name: str) -> tuple[str, bool, str | None]:
+    """What to say of the model, whether it is served, and what became of its layers."""
     import torch
 
+    from slipstream.engine.engine import Engine
     from slipstream.models.loading import load_model
 
     try:
         model = load_model(name, dtype=torch.float32, device=torch.device("cpu"))
     except ValueError as error:
-        return str(error), False
+        return str(error), False, None
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return f"{name}: {model.config.model_type}, {num_parameters / 1e6:.1f}M parameters, served", True
+    said = f"{name}: {model.config.model_type}, {num_parameters / 1e6:.1f}M parameters, served"
+    return said, True, str(Engine(model.requires_grad_(False), max_sequences=1, max_length=1).fusion)

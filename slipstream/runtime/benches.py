@@ -1,0 +1,111 @@
+"""What `slipstream bench` runs: a table on the screen, and the same numbers as JSON for the simulator and records."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from slipstream.engine.engine import Engine
+from slipstream.engine.measure import PROMPT_TOKENS, read_bandwidth, time_decoding
+from slipstream.models.loading import BUILT_IN, load_model
+from slipstream.models.precision import Precision, resolve_precision
+from slipstream.models.shapes import SHAPES, random_model
+from slipstream.runtime.local import choose_device
+from slipstream.runtime.machine import installed_version
+
+COLUMNS = ("shape", "batch", "tok/s", "ms/step", "p90", "bandwidth", "graphs", "graph MB", "start s")
+
+
+def bench_engines(
+    shapes: Sequence[str],
+    batches: Sequence[int],
+    *,
+    new_tokens: int,
+    dtype: str,
+    exact: bool,
+    plain: bool,
+    json_file: Path | None,
+) -> dict[str, Any]:
+    """Time decoding of every shape at every batch size; the record that is also written to `json_file`."""
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"--dtype is auto, float32 or bfloat16, not '{dtype}'")
+    for shape in shapes:
+        _check_name(shape)
+    device = choose_device("auto")
+    precision: Precision = dtype  # type: ignore[assignment]
+    resolved = resolve_precision(precision, device)
+    console = Console()
+    bandwidth = read_bandwidth(device)
+    rows: list[dict[str, Any]] = []
+    table = Table(*COLUMNS, title=f"{_device_name(device)}, {resolved}, copy {bandwidth / 1e12:.2f} TB/s")
+    for shape in shapes:
+        started = time.perf_counter()
+        engine = Engine(
+            _model(shape, resolved, device),
+            max_sequences=max(batches),
+            max_length=PROMPT_TOKENS + new_tokens,
+            exact=exact,
+            fused=not plain,
+            graphs=not plain,
+        )
+        load_s = time.perf_counter() - started
+        for batch in batches:
+            with console.status(f"{shape}, batch {batch}"):
+                timing = time_decoding(engine, batch, new_tokens, bandwidth)
+            rows.append({"shape": shape, "load_s": load_s, **timing.as_row()})
+            table.add_row(
+                shape,
+                str(batch),
+                f"{timing.tokens_per_s:,.0f}",
+                f"{timing.step_ms:.2f}",
+                f"{timing.step_ms_p90:.2f}",
+                f"{timing.bandwidth_share:.0%}",
+                str(timing.num_graphs),
+                f"{timing.graph_bytes / 1e6:.0f}",
+                f"{timing.start_s:.1f}",
+            )
+        del engine
+    console.print(table)
+    record = {
+        "what": "slipstream bench engine",
+        "slipstream": installed_version("slipstream-rl"),
+        "torch": torch.__version__,
+        "device": _device_name(device),
+        "dtype": str(resolved).removeprefix("torch."),
+        "exact": exact,
+        "plain": plain,
+        "copy_bytes_per_s": bandwidth,
+        "rows": rows,
+    }
+    if json_file is not None:
+        json_file.write_text(json.dumps(record, indent=1) + "\n")
+        console.print(f"written to {json_file}")
+    return record
+
+
+def _check_name(shape: str) -> None:
+    """Before anything is measured, and without asking the hub for what is only misspelt."""
+    if shape not in (*SHAPES, *BUILT_IN) and "/" not in shape and not Path(shape).is_dir():
+        known = ", ".join((*SHAPES, *BUILT_IN))
+        raise ValueError(f"unknown shape '{shape}'; known: {known}, or a model folder, or owner/name on the hub")
+
+
+def _model(shape: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    if shape in SHAPES:
+        return random_model(shape, dtype=dtype, device=device)
+    return load_model(shape, dtype=dtype, device=device)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -287,6 +287,27 @@ def test_running_sequences_keep_on_end_first_or_begin_again_with_new_weights(run
     assert versions == {"g/0": begun, "g/1": begun, "g/2": (1, 1)}
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_sleeping_engine_holds_no_keys_and_goes_on_as_if_it_had_not_slept(weights: bool) -> None:
+    requests = group("g", PROMPT, 3)
+    engine = build_engine()
+    own = [(name, tensor.clone()) for name, tensor in named_weights(engine.model)]
+    engine.submit(requests)
+    for _ in range(5):
+        engine.step()
+    assert engine.facts().kv_bytes > 0
+    engine.sleep(weights=weights)
+    facts = engine.facts()
+    assert (facts.kv_bytes, facts.num_running, facts.num_free_pages) == (0, 0, facts.num_pages)
+    if weights:
+        assert sum(parameter.untyped_storage().nbytes() for parameter in engine.model.parameters()) == 0
+        with pytest.raises(AssertionError, match="apply_weights first"):
+            engine.step()
+        engine.apply_weights(own, 0)
+    awake = {uid: rollout.token_ids for uid, rollout in finish(engine).items()}
+    assert awake == {uid: rollout.token_ids for uid, rollout in run(build_engine(), [requests]).items()}
+
+
 def test_too_many_stop_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="g/0: at most 8 stop tokens"):
         build_engine().submit(group("g", PROMPT, 1, stop_token_ids=tuple(range(9))))

@@ -223,6 +223,13 @@ def test_a_stop_inside_any_phase_loses_nothing(
     assert_replays(tmp_path / "run")
 
 
+@pytest.mark.parametrize("changes", [{"sleep": "all"}, {"kv_tokens": 64}], ids=str)
+def test_memory_settings_change_no_number(changes: dict[str, Any], unbroken: Path, tmp_path: Path) -> None:
+    settings = SETTINGS | {"run": {"dir": str(tmp_path / "run")}, "engine": SETTINGS["engine"] | changes}
+    assert run_training(build_config(settings), quiet=True).reason == "done"
+    assert measured(tmp_path / "run") == measured(unbroken) and rollouts(tmp_path / "run") == rollouts(unbroken)
+
+
 def test_the_bfloat16_engine_keeps_exact_rotary_frequencies(tmp_path: Path) -> None:
     changes = {"run": {"dir": tmp_path}, "engine": {"dtype": "bfloat16"}}
     model = load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))

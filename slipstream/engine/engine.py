@@ -102,6 +102,8 @@ class Engine:
         self._ready: list[Rollout] = []
         self._version = WeightVersion(0, fingerprint(model))
         self._paused = False
+        self._storage_bytes: list[tuple[torch.UntypedStorage, int]] | None = None
+        """The storages of the weights and their sizes, while they are given back."""
         self._prefill_tokens = self._decode_tokens = self._num_forwards = 0
         self._forward_s = 0.0
 
@@ -122,6 +124,7 @@ class Engine:
         finished, self._ready = self._ready, []
         if self._paused or not self._batcher.has_work:
             return finished
+        assert self._storage_bytes is None, "the engine's weights were put to sleep; apply_weights first"
         started = time.perf_counter()
         plan = self._batcher.plan()
         self._launch(plan)
@@ -148,10 +151,36 @@ class Engine:
             self._finish_running()
         elif running == "abort":
             self._batcher.restart_running()
+        if self._storage_bytes is not None:
+            for storage, num_bytes in self._storage_bytes:
+                storage.resize_(num_bytes)
+            self._storage_bytes = None
         write_weights(self.model, weights)
         self._batcher.forget_prompts()
         self._version = WeightVersion(number, fingerprint(self.model))
         return self._version
+
+    @torch.inference_mode()
+    def sleep(self, *, weights: bool = False) -> None:
+        """Give the memory of the keys, and of the weights if asked, back to the device, e.g. for training on it.
+
+        Running sequences keep their tokens and are computed again. Keys come back by themselves; after weights have gone,
+        `apply_weights` must come before the next step. CUDA graphs go too, since they hold addresses.
+        """
+        while self._unread:
+            self._ready += self._read(self._unread.popleft(), self._ready)
+        self._batcher.preempt_running()
+        self._batcher.forget_prompts()
+        self._pages.layers.clear()
+        if self._graphs is not None:
+            self._graphs.clear()
+        if weights and self._storage_bytes is None:
+            storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in self.model.parameters()}
+            self._storage_bytes = [(storage, storage.nbytes()) for storage in storages.values()]
+            for storage, _ in self._storage_bytes:
+                storage.resize_(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def export_sequence(self, uid: str) -> PartialRollout:
         """Take a sequence out, to go on in another engine or after a restart; KeyError if it is not here."""

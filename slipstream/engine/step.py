@@ -2,7 +2,7 @@
 
 Which tokens run follows from the state on the device alone; the host only gives sizes that are large enough. So the
 same lines run eagerly (on CPU, and as the plain twin) and inside a CUDA graph, and a step can be launched before the
-results of the one before are known.
+results of the one before are known. `pack` and `commit` are the plain twins of the kernels in `triton_step.py`.
 
 Axes: T packed tokens (padded), R rows (padded), S slots, V vocabulary.
 """
@@ -28,15 +28,21 @@ def run_step(
     `num_tokens` and `num_rows` must be at least what the live slots need; the rest is padding. `with_cuts` says whether
     any slot has top-k, top-p or min-p.
     """
-    ids_T, rows = pack(state, num_tokens, num_rows)
+    pack_now, commit_now = pack, commit
+    if state.report.is_cuda:
+        from slipstream.engine import triton_step  # a machine without a GPU may lack triton
+
+        pack_now, commit_now = triton_step.pack, triton_step.commit
+    ids_T, rows, sampling = pack_now(state, num_tokens, num_rows)
     last_R = (rows.start_R1[1:] - 1).clamp(min=0)
     logits_RV = row_logits(model, ids_T, pages, rows, last_R)
-    tokens_R, logprobs_R = sample_rows(logits_RV, sampling_rows(state, rows.slot_R), with_cuts=with_cuts)
-    commit(state, rows, tokens_R, logprobs_R)
+    tokens_R, logprobs_R = sample_rows(logits_RV, sampling, with_cuts=with_cuts)
+    commit_now(state, rows, tokens_R, logprobs_R)
 
 
-def pack(state: StepState, num_tokens: int, num_rows: int) -> tuple[Tensor, PackedRows]:
-    """The tokens to run, slot by slot, and where they belong."""
+def pack(state: StepState, num_tokens: int, num_rows: int) -> tuple[Tensor, PackedRows, SamplingRows]:
+    """The tokens to run, slot by slot, where they belong, and how each row samples; empties the report."""
+    state.report.fill_(NO_TOKEN)
     computed_S = state["computed"]
     count_S = torch.minimum(state["allotted"], state["known"] - computed_S) * state["live"]
     runs_S = count_S > 0
@@ -54,7 +60,7 @@ def pack(state: StepState, num_tokens: int, num_rows: int) -> tuple[Tensor, Pack
     slot_T = slot_R1[row_T]
     position_T = (computed_S[slot_T] + token_T - start_R1[row_T]) * (row_T < num_rows)
     position_T = position_T.long()
-    return state["tokens"][slot_T, position_T].long(), PackedRows(
+    rows = PackedRows(
         slot_T=slot_T,
         position_T=position_T,
         slot_R=slot_R,
@@ -62,9 +68,10 @@ def pack(state: StepState, num_tokens: int, num_rows: int) -> tuple[Tensor, Pack
         length_R=computed_S[slot_R] + count_S[slot_R],
         table_SW=state["table"],
     )
+    return state["tokens"][slot_T, position_T].long(), rows, _sampling_rows(state, slot_R)
 
 
-def sampling_rows(state: StepState, slot_R: Tensor) -> SamplingRows:
+def _sampling_rows(state: StepState, slot_R: Tensor) -> SamplingRows:
     seed_R2 = torch.stack([state["seed_low"][slot_R], state["seed_high"][slot_R]], 1).long() & MASK32
     return SamplingRows(
         seed_N2=seed_R2,
@@ -98,6 +105,6 @@ def commit(state: StepState, rows: PackedRows, tokens_R: Tensor, logprobs_R: Ten
     state["live"].index_copy_(0, slot_R, (live_R * ~ended_R).int())
 
     reported_R = torch.where(samples_R, torch.where(sampled_R < 0, sampled_R, walked_R), NO_TOKEN)
-    state.report.fill_(NO_TOKEN)
+    bits_R = torch.where(samples_R, logprobs_R.view(torch.int32), NO_TOKEN)
     state.report[0].index_copy_(0, slot_R, reported_R.int())
-    state.report[1].index_copy_(0, slot_R, logprobs_R.float().view(torch.int32))
+    state.report[1].index_copy_(0, slot_R, bits_R.int())

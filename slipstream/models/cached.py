@@ -82,9 +82,6 @@ class CachedRows:
     def __init__(self, pages: KVPages, rows: PackedRows) -> None:
         self.pages = pages
         self.rows = rows
-        size = pages.page_tokens
-        page_T = rows.table_SW[rows.slot_T, rows.position_T // size].long()
-        self._page_T, self._offset_T = page_T, rows.position_T % size
         self._places_by_heads: dict[int, Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
@@ -125,9 +122,10 @@ class CachedRows:
     def _places(self, num_kv_heads: int) -> Tensor:
         """Where each token's keys lie, head by head, in the layer's pages seen as rows of D; made once a forward."""
         if num_kv_heads not in self._places_by_heads:
-            heads = torch.arange(num_kv_heads, device=self._page_T.device)
-            row_TK = self._page_T.unsqueeze(1) * num_kv_heads + heads
-            place_TK = row_TK * self.pages.page_tokens + self._offset_T.unsqueeze(1)
+            rows, size = self.rows, self.pages.page_tokens
+            page_T = rows.table_SW[rows.slot_T, rows.position_T // size].long()
+            row_TK = page_T.unsqueeze(1) * num_kv_heads + torch.arange(num_kv_heads, device=page_T.device)
+            place_TK = row_TK * size + (rows.position_T % size).unsqueeze(1)
             self._places_by_heads[num_kv_heads] = place_TK.flatten()
         return self._places_by_heads[num_kv_heads]
 

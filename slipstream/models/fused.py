@@ -122,21 +122,33 @@ class Product:
         if linears[0].bias is not None:
             self._bias, pieces = _stack([layer.bias for layer in linears])
             self._pieces += pieces
+        self._has_kernel = self._weight.is_cuda and self._kernel_agrees()
 
     def __call__(self, x: Tensor) -> Tensor:
-        for parameter, address in self._pieces:
-            assert parameter.data_ptr() == address, "weights moved or cast after fusing; fuse last"
+        for stack, offset, parameter in self._pieces:
+            assert parameter.data_ptr() == stack.data_ptr() + offset, "weights moved or cast after fusing; fuse last"
+        if self._has_kernel:
+            from slipstream.models.small_product import MAX_ROWS, small_product
+
+            if len(x) <= MAX_ROWS:
+                return small_product(x, self._weight, self._bias)
         return linear(x, self._weight, self._bias)
 
+    def _kernel_agrees(self) -> bool:
+        from slipstream.models.small_product import agrees
 
-def _stack(parameters: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, int]]]:
-    """One tensor with the parameters as views of it, and where each of them has to stay."""
+        weight = self._weight
+        return agrees(weight.shape[0], weight.shape[1], self._bias is not None, weight.dtype, weight.device)
+
+
+def _stack(parameters: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, int, Tensor]]]:
+    """One tensor with the parameters as views of it, and where in it each of them has to stay."""
     if len(parameters) == 1:
         return parameters[0], []
     whole = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, rows in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
         parameter.data = rows
-    return whole, [(parameter, parameter.data_ptr()) for parameter in parameters]
+    return whole, [(whole, parameter.data_ptr() - whole.data_ptr(), parameter) for parameter in parameters]
 
 
 class Handover:

@@ -18,7 +18,7 @@ from slipstream.models.cached import CachedRows, KVPages, PackedRows
 
 
 def row_logits(model: PreTrainedModel, ids_T: Tensor, pages: KVPages, rows: PackedRows, logits_at_N: Tensor) -> Tensor:
-    """Float32 logits at the chosen packed tokens; keys and values of all tokens are written to their pages."""
+    """Logits at the chosen packed tokens, as the model gives them; keys and values of all tokens are written."""
     with attending(CachedRows(pages, rows)):
         out = model(
             input_ids=ids_T.unsqueeze(0),
@@ -27,7 +27,7 @@ def row_logits(model: PreTrainedModel, ids_T: Tensor, pages: KVPages, rows: Pack
             logits_to_keep=logits_at_N,
         )
     logits: Tensor = out.logits[0]
-    return logits.float()
+    return logits
 
 
 def document_hidden(model: PreTrainedModel, ids_T: Tensor, lengths: Sequence[int]) -> Tensor:

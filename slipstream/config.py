@@ -93,10 +93,11 @@ class EngineSettings(Section):
     youngest sequences are computed again when it runs out, which changes their speed and no token."""
     exact: bool = True
     """On a GPU: matrix products that give a sequence the same bits in every batch, so that its tokens never depend on
-    what it runs beside. On CPU this is always so."""
+    what it runs beside. On CPU this is always so. Off: the share of tokens that does not is measured every step
+    (rollout/token_match)."""
     sleep: Literal["off", "kv", "all"] = "off"
-    """What the engine gives back to the device while the trainer works: nothing, the memory of its keys and values, or that
-    and its weights. Costs a new capture of the CUDA graphs every step; for models that do not fit otherwise."""
+    """What the engine gives back to the device while the trainer works: nothing, the memory of its keys and values, or
+    that and its weights. Costs a new capture of the CUDA graphs every step; for models that do not fit otherwise."""
 
 
 class Algorithm(Section):

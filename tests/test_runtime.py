@@ -230,6 +230,12 @@ def test_memory_settings_change_no_number(changes: dict[str, Any], unbroken: Pat
     assert measured(tmp_path / "run") == measured(unbroken) and rollouts(tmp_path / "run") == rollouts(unbroken)
 
 
+def test_an_engine_that_is_not_exact_says_how_many_tokens_match(tmp_path: Path) -> None:
+    settings = SETTINGS | {"run": {"dir": str(tmp_path / "run")}, "engine": SETTINGS["engine"] | {"exact": False}}
+    run_training(build_config(settings | {"train": SETTINGS["train"] | {"steps": 1}}), quiet=True)
+    assert measured(tmp_path / "run")[-1]["rollout/token_match"] == 1.0, "a CPU is always exact"
+
+
 def test_the_bfloat16_engine_keeps_exact_rotary_frequencies(tmp_path: Path) -> None:
     changes = {"run": {"dir": tmp_path}, "engine": {"dtype": "bfloat16"}}
     model = load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))

@@ -164,7 +164,7 @@ class Engine:
     def sleep(self, *, weights: bool = False) -> None:
         """Give the memory of the keys, and of the weights if asked, back to the device, e.g. for training on it.
 
-        Running sequences keep their tokens and are computed again. Keys come back by themselves; after weights have gone,
+        Running sequences keep their tokens and are computed again. Keys come back by themselves; once weights are gone,
         `apply_weights` must come before the next step. CUDA graphs go too, since they hold addresses.
         """
         while self._unread:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -70,6 +70,20 @@ class RolloutDesk:
         ]
         self._open[name] = _OpenGroup(prompt, requests)
         self._engine.submit(requests)
+
+    def token_match(self, rollouts: Sequence[Rollout]) -> float:
+        """The share of tokens that come out the same when each rollout is sampled again, alone; with an idle engine."""
+        assert not self._engine.has_work, "others would be in the batch"
+        num_same = num_tokens = 0
+        for rollout in rollouts:
+            request = replace(rollout.request, uid=f"{rollout.request.uid}/alone")
+            self._engine.submit([request])
+            again: list[Rollout] = []
+            while self._engine.has_work:
+                again += self._engine.step()
+            num_same += sum(a == b for a, b in zip(rollout.token_ids, again[0].token_ids, strict=False))
+            num_tokens += len(rollout.token_ids)
+        return num_same / num_tokens
 
     def advance(self, on_finished: Callable[[Rollout], None]) -> list[GradedGroup]:
         """One engine step (or, with the engine idle, a short wait for grades); the groups that are graded now."""

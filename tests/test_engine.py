@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, group, small_llama
 
+from slipstream.engine import engine as engine_module
 from slipstream.engine import step as step_module
 from slipstream.engine.engine import BrokenLogits, Engine
 from slipstream.engine.sampling import sample_rows
@@ -188,8 +189,12 @@ def test_weights_that_do_not_fit_are_refused(weights: str) -> None:
         "wrong shape": whole | {name: torch.zeros(3)},
         "unknown": whole | {"model.extra": torch.zeros(3)},
     }[weights]
+    engine = build_engine()
+    before = engine.facts().version
     with pytest.raises(ValueError, match="weight"):
-        build_engine().apply_weights(changed.items(), 1)
+        engine.apply_weights(changed.items(), 1)
+    assert engine.facts().version == before
+    assert run(engine, [group("g", PROMPT, 1)]) == run(build_engine(), [group("g", PROMPT, 1)]), "nothing was written"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 7])
@@ -275,11 +280,12 @@ def test_logits_that_are_not_numbers_end_their_sequence_with_an_error_and_leave_
     assert run(engine, [group("h", PROMPT, 2)]) == run(build_engine(), [group("h", PROMPT, 2)])
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("running", ["keep", "wait", "abort"])
-def test_running_sequences_keep_on_end_first_or_begin_again_with_new_weights(running: Any) -> None:
-    engine, requests = build_engine(max_sequences=2), group("g", PROMPT, 3)
+def test_running_sequences_keep_on_end_first_or_begin_again_with_new_weights(running: Any, steps_ahead: int) -> None:
+    engine, requests = build_engine(max_sequences=2, steps_ahead=steps_ahead), group("g", PROMPT, 3)
     engine.submit(requests)
-    for _ in range(4):
+    for _ in range(5):
         engine.step()
     engine.apply_weights(named_weights(small_llama(1)), 1, running)
     versions = {uid: (r.first_version, r.last_version) for uid, r in finish(engine).items()}
@@ -306,6 +312,65 @@ def test_a_sleeping_engine_holds_no_keys_and_goes_on_as_if_it_had_not_slept(weig
         engine.apply_weights(own, 0)
     awake = {uid: rollout.token_ids for uid, rollout in finish(engine).items()}
     assert awake == {uid: rollout.token_ids for uid, rollout in run(build_engine(), [requests]).items()}
+
+
+@pytest.mark.parametrize("running", ["wait", "abort"])
+def test_preempted_sequences_end_or_begin_again_like_seated_ones(running: Any) -> None:
+    """With pages for one sequence of three the others wait with their tokens."""
+    groups = [group(f"g{number}", PROMPTS[number], 1, max_new_tokens=120) for number in range(3)]
+    engine = build_engine(max_length=192, kv_tokens=192)
+    for requests in groups:
+        engine.submit(requests)
+    while engine.facts().num_preempted == 0:
+        assert engine.step() == []
+    engine.apply_weights(named_weights(small_llama(1)), 1, running)
+    old = run(build_engine(max_length=192), groups)
+    for uid, rollout in finish(engine).items():
+        assert rollout.first_version == rollout.last_version, "no rollout is of two versions"
+        assert (rollout.token_ids == old[uid].token_ids) == (rollout.first_version == 0)
+
+
+@pytest.mark.parametrize("steps_ahead", [1, 2])
+def test_reading_late_changes_nothing(steps_ahead: int) -> None:
+    """Stops, preemption, pauses, sleep and moves with steps on their way, as on a GPU."""
+    groups = [group(f"g{n}", PROMPTS[n], 3, max_new_tokens=80, stop_token_ids=(5, 9, 11)) for n in range(6)]
+    wanted = run(build_engine(max_length=160, max_sequences=20), groups)
+    engine = build_engine(max_length=160, max_sequences=10, kv_tokens=10 * 64, steps_ahead=steps_ahead)
+    for requests in groups:
+        engine.submit(requests)
+    got: dict[str, Rollout] = {}
+    for number in range(40):
+        got |= {rollout.request.uid: rollout for rollout in engine.step()}
+        if number == 10:
+            engine.sleep()
+        if number == 15:
+            engine.pause()
+            assert engine.step() == []
+            engine.resume()
+        running = [uid for uid in wanted if uid not in got]
+        if number % 7 == 3 and running:
+            try:
+                engine.import_sequence(engine.export_sequence(running[number % len(running)]))
+            except KeyError:  # it has ended, which is not read yet
+                assert steps_ahead > 0
+    got |= finish(engine)
+    assert got == wanted
+
+
+def test_an_engine_whose_launch_fails_goes_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = group("g", PROMPT, 3)
+    engine = build_engine(steps_ahead=1)
+    engine.submit(requests)
+    for _ in range(4):
+        engine.step()
+
+    def out_of_memory(*arguments: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(engine_module, "run_step", out_of_memory)
+        engine.step()
+    assert finish(engine) == run(build_engine(), [requests])
 
 
 def test_too_many_stop_tokens_are_refused() -> None:

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.batcher import Batcher, PartialRollout, Running, StepPlan
+from slipstream.engine.batcher import Batcher
 from slipstream.engine.pages import PagePool
+from slipstream.engine.sequences import PartialRollout, Running, StepPlan
 from slipstream.rng import derive_seed
 from slipstream.types import Request, Rollout, SamplingParams
 
@@ -237,7 +238,9 @@ ACTS = st.one_of(
     st.integers(0, 99).map(lambda which: ("withdraw", which)),
     st.just(("bring back", None)),
     st.just(("forget prompts", None)),
-    st.just(("preempt all", None)),
+    st.just(("send all back", None)),
+    st.just(("send unbegun back", None)),
+    st.just(("restart", None)),
 )
 
 
@@ -258,8 +261,12 @@ def test_sequences_may_leave_and_come_back_at_any_time(
             bench.bring_back()
         elif act == "forget prompts":
             bench.batcher.forget_prompts()
-        elif act == "preempt all":
-            bench.batcher.preempt_running()
+        elif act == "send all back":
+            bench.batcher.send_back_running()
+        elif act == "send unbegun back":
+            bench.batcher.send_back_unbegun()
+        elif act == "restart":
+            bench.batcher.restart_begun()
         elif act == "step":
             bench.step()
         bench.check_books()
@@ -284,19 +291,28 @@ def test_new_weights_may_restart_what_is_running() -> None:
     bench.submit(requests)
     for _ in range(5):
         bench.step()
-    bench.batcher.restart_running()
+    bench.batcher.restart_begun()
     assert bench.batcher.num_running == 0 and bench.batcher.num_waiting == 3
     version = bench.version
     bench.finish()
     assert all(rollout.first_version > version for rollout in bench.done.values())
 
 
-def test_nobody_is_seated_while_the_batcher_does_not_admit() -> None:
+def test_only_what_has_begun_is_seated_while_nothing_fresh_is_admitted() -> None:
     bench = Bench(num_pages=40, max_step_tokens=64)
     bench.submit(make_group("g", 2, 3, 4))
-    bench.batcher.admitting = False
+    bench.batcher.admits_fresh = False
     assert bench.batcher.plan().num_tokens == 0
-    bench.batcher.admitting = True
+    bench.batcher.admits_fresh = True
+    for _ in range(3):
+        bench.step()
+    bench.submit(make_group("h", 2, 3, 4))
+    bench.batcher.send_back_running()
+    bench.batcher.admits_fresh = False
+    while bench.batcher.num_begun:
+        bench.step()
+    assert {uid[0] for uid in bench.done} == {"g"}, "what has begun ends, and nothing else begins"
+    bench.batcher.admits_fresh = True
     bench.finish()
 
 
@@ -342,6 +358,33 @@ def test_a_partial_rollout_that_cannot_fit_is_refused_by_name() -> None:
 def test_pages_that_cannot_hold_one_sequence_are_refused() -> None:
     with pytest.raises(ValueError, match="9 pages of 4 tokens cannot hold one sequence of 40 tokens"):
         make_batcher(9, 8)
+
+
+def test_a_refused_group_leaves_nothing_behind() -> None:
+    batcher = make_batcher(10, 8)
+    good = Request("good", "g", (1, 2), 0, SamplingParams(max_new_tokens=4))
+    with pytest.raises(ValueError, match="request bad"):
+        batcher.submit([good, Request("bad", "g", (1, 2), 0, SamplingParams(max_new_tokens=99))])
+    batcher.submit([good])
+    assert batcher.num_waiting == 1
+
+
+def test_a_rollout_that_has_ended_cannot_go_on() -> None:
+    request = Request("r", "g", (1, 2), 0, SamplingParams(max_new_tokens=2))
+    with pytest.raises(ValueError, match="request r: this rollout has already ended"):
+        make_batcher(10, 8).submit_partial(PartialRollout(request, (5, 6), (0.0, 0.0), 0))
+
+
+def test_a_script_of_another_length_is_refused() -> None:
+    request = Request("r", "g", (1, 2), 0, SamplingParams(max_new_tokens=4), script_ids=(5, 6))
+    with pytest.raises(ValueError, match="request r: a script of 2 tokens"):
+        make_batcher(10, 8).submit([request])
+
+
+def test_a_group_with_a_prompt_of_one_token_is_seated_at_once() -> None:
+    bench = Bench(num_pages=40, max_step_tokens=64)
+    bench.submit(make_group("g", 5, 1, 4))
+    assert len(bench.step().seats) == 5
 
 
 def test_withdrawing_what_is_not_here_is_a_key_error() -> None:

@@ -118,8 +118,9 @@ def test_the_gpu_engine_agrees_with_the_cpu_engine_in_float32() -> None:
     by_device = {}
     for device in ("cpu", "cuda"):
         model = load_model("tiny", dtype=torch.float32, device=torch.device(device))
+        # Exactness is not the question here, and float32 products of cuBLAS may not have it.
         rollouts = generate(
-            Engine(model, max_sequences=32, max_length=128), [requests_for(group) for group in range(4)]
+            Engine(model, max_sequences=32, max_length=128, exact=False), [requests_for(group) for group in range(4)]
         )
         by_device[device] = {uid: rollout.token_ids for uid, rollout in rollouts.items()}
     same = [by_device["cpu"][uid] == by_device["cuda"][uid] for uid in by_device["cpu"]]

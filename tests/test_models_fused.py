@@ -19,7 +19,7 @@ from slipstream.models.attention import ATTENTION_NAME, attending
 from slipstream.models.cached import CachedRows, KVPages, PackedRows
 from slipstream.models.fused import Heads, Norm
 from slipstream.models.packed import document_hidden
-from slipstream.models.recognise import fuse
+from slipstream.models.recognise import fuse, is_fused
 from slipstream.models.weights import fingerprint, named_weights, write_weights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -259,8 +259,10 @@ def test_the_report_is_one_line() -> None:
 
 def test_fusing_twice_is_noticed() -> None:
     model = build("llama")
-    fuse(model)
-    assert "forward from outside" in str(fuse(model))
+    assert not is_fused(model)
+    first, forwards = fuse(model), [layer.forward for layer in model.model.layers]
+    assert fuse(model) is first and is_fused(model)
+    assert [layer.forward for layer in model.model.layers] == forwards, "they are fused once"
 
 
 def test_a_model_with_another_attention_is_left_alone() -> None:

@@ -173,6 +173,14 @@ def test_layers_with_a_state_of_their_own_are_refused_by_type_and_name() -> None
         refuse_unserved(config, "acme/next")
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_batch_are_refused_by_name(kind: str) -> None:
+    config = family_config("llama")
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0}
+    with pytest.raises(ValueError, match=f"'acme/long'.*{kind}"):
+        refuse_unserved(config, "acme/long")
+
+
 def test_models_that_do_not_use_the_attention_interface_are_refused_by_name(tmp_path: Path) -> None:
     name = save_tiny(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4), tmp_path / "mine")
     with pytest.raises(ValueError, match=r"mine' \(bloom\) does not run all of its 2 layers through the attention"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -29,6 +30,7 @@ from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.schedule.events import BY_NAME, Event, RunBegan, from_record
 from slipstream.schedule.scheduler import Scheduler
 from slipstream.train.trainer import Trainer
+from slipstream.types import Request, Rollout, SamplingParams
 
 PAIRS = {"wording": "terse", "min_length": 2, "max_length": 2, "max_value": 9}
 SETTINGS: dict[str, Any] = {
@@ -230,10 +232,18 @@ def test_memory_settings_change_no_number(changes: dict[str, Any], unbroken: Pat
     assert measured(tmp_path / "run") == measured(unbroken) and rollouts(tmp_path / "run") == rollouts(unbroken)
 
 
-def test_an_engine_that_is_not_exact_says_how_many_tokens_match(tmp_path: Path) -> None:
-    settings = SETTINGS | {"run": {"dir": str(tmp_path / "run")}, "engine": SETTINGS["engine"] | {"exact": False}}
-    run_training(build_config(settings | {"train": SETTINGS["train"] | {"steps": 1}}), quiet=True)
-    assert measured(tmp_path / "run")[-1]["rollout/token_match"] == 1.0, "a CPU is always exact"
+def test_the_token_match_is_the_share_of_tokens_that_come_out_the_same_alone(tmp_path: Path) -> None:
+    model = load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
+    engine = build_engine(build_config(SETTINGS | {"run": {"dir": tmp_path}}), model, torch.device("cpu"))
+    desk = RolloutDesk(engine, None, None, 0)  # type: ignore[arg-type]
+    engine.submit([Request("0/0/0", "0/0", (5, 6, 7), 3, SamplingParams(max_new_tokens=10))])
+    found: list[Rollout] = []
+    while engine.has_work:
+        found += engine.step()
+    assert desk.token_match(found) == 1.0
+    wrong = (*found[0].token_ids[:-2], 1, 2)
+    matching = sum(a == b for a, b in zip(wrong, found[0].token_ids, strict=True))
+    assert desk.token_match([dataclasses.replace(found[0], token_ids=wrong)]) == matching / 10 < 1
 
 
 def test_the_bfloat16_engine_keeps_exact_rotary_frequencies(tmp_path: Path) -> None:

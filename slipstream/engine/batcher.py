@@ -17,101 +17,14 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import count
 
 from slipstream.engine.pages import PagePool
+from slipstream.engine.sequences import Group, PartialRollout, Running, Seat, StepPlan
 from slipstream.types import FinishReason, Request, Rollout
 
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """A sequence between submission and its end. Compared by identity: two may have the same tokens."""
-
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    first_version: int = -1
-    slot: int = -1
-    seat: int = -1
-    """A number given at seating, so that results for an earlier seat can be told apart; -1 while not seated."""
-    pages: list[int] = field(default_factory=list)
-    num_launched: int = 0
-    """Tokens whose keys are computed, or will be by the steps launched so far."""
-    num_unread: int = 0
-    """Tokens sampled by steps that were launched but not yet committed."""
-
-    @property
-    def num_known(self) -> int:
-        return len(self.request.prompt_ids) + len(self.token_ids) + self.num_unread
-
-    @property
-    def max_keys(self) -> int:
-        """Keys it can come to hold: the last token it may sample is never run."""
-        return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens - 1
-
-    @property
-    def num_due(self) -> int:
-        """Tokens to run before the next one can be sampled; 0 if it has sampled all it may."""
-        full = len(self.token_ids) + self.num_unread >= self.request.sampling.max_new_tokens
-        return 0 if full else self.num_known - self.num_launched
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        if self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids:
-            return "stop"
-        return "length" if len(self.token_ids) >= self.request.sampling.max_new_tokens else None
-
-
-@dataclass(frozen=True, slots=True)
-class PartialRollout:
-    """A running sequence on its way to another engine, or to a checkpoint: tokens only, its keys are recomputed."""
-
-    request: Request
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    first_version: int
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """Members without a slot that share a prompt. Once a seated member has computed it, the group holds its pages."""
-
-    members: deque[Running]
-    leader: Running | None = None
-    """The member that is computing the prompt for the others."""
-    pages: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """A sequence that takes a slot with this plan."""
-
-    slot: int
-    sequence: Running
-    token_ids: tuple[int, ...]
-    num_computed: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What the device needs to be told, and what it will run."""
-
-    vacated: tuple[int, ...]
-    """Slots whose sequence was taken out before its end."""
-    copies: tuple[tuple[int, int], ...]
-    """(from page, to page), to be done first, all reads before all writes."""
-    seats: tuple[Seat, ...]
-    pages: tuple[tuple[int, int, int], ...]
-    """(slot, index, page): new entries of the page table."""
-    allotments: tuple[tuple[int, int], ...]
-    """(slot, tokens it may run), where this differs from the plan before."""
-    samplers: tuple[tuple[Running, int], ...]
-    """The sequences that sample a token, and their seats."""
-    num_rows: int
-    num_tokens: int
-    with_cuts: bool
-    """Whether any of the samplers cuts the tail of the distribution."""
+MAX_STOP_TOKENS = 8
+"""Of one request: the device compares every sampled token with all of them."""
 
 
 class Batcher:
@@ -120,15 +33,17 @@ class Batcher:
     ) -> None:
         if pool.num_pages * page_tokens < max_length:
             raise ValueError(
-                f"{pool.num_pages} pages of {page_tokens} tokens cannot hold one sequence of {max_length} tokens"
+                f"{pool.num_pages} pages of {page_tokens} tokens cannot hold one sequence of {max_length} tokens: "
+                "raise engine.kv_tokens"
             )
         self.pool = pool
         self.max_step_tokens = max_step_tokens
         self.max_length = max_length
         self.page_tokens = page_tokens
-        self.admitting = True
-        """Whether waiting sequences may take a free slot."""
+        self.admits_fresh = True
+        """Whether sequences that have sampled nothing yet may take a free slot."""
         self.num_preempted = 0
+        self.num_sampled = 0
         self._seated: dict[str, Running] = {}
         self._groups: deque[Group] = deque()
         self._live: set[str] = set()
@@ -154,13 +69,19 @@ class Batcher:
         prompt_ids = requests[0].prompt_ids
         assert all(request.prompt_ids == prompt_ids for request in requests), "a group shares its prompt"
         for request in requests:
-            self._admit(request)
+            self._check(request)
+        self._live.update(request.uid for request in requests)
         self._groups.append(Group(deque(Running(request) for request in requests)))
 
     def submit_partial(self, partial: PartialRollout) -> None:
         """Go on with a sequence that another engine began."""
-        self._admit(partial.request)
+        self._check(partial.request)
         sequence = Running(partial.request, list(partial.token_ids), list(partial.logprobs), partial.first_version)
+        if sequence.finish_reason is not None:
+            raise ValueError(
+                f"request {partial.request.uid}: this rollout has already ended ({sequence.finish_reason})"
+            )
+        self._live.add(partial.request.uid)
         self._groups.append(Group(deque([sequence])))
 
     def withdraw(self, uid: str) -> PartialRollout:
@@ -175,17 +96,34 @@ class Batcher:
             sequence.request, tuple(sequence.token_ids), tuple(sequence.logprobs), sequence.first_version
         )
 
-    def restart_running(self) -> None:
-        """Running sequences lose their tokens and wait to begin again, oldest first."""
-        for sequence in sorted(self._seated.values(), key=lambda sequence: -sequence.seat):
-            self._unseat(sequence)
-            sequence.token_ids, sequence.logprobs, sequence.first_version = [], [], -1
-            self._groups.appendleft(Group(deque([sequence])))
+    @property
+    def num_begun(self) -> int:
+        """Sequences with tokens of their own, seated or preempted."""
+        waiting = (member for group in self._groups for member in group.members)
+        return sum(sequence.has_begun for sequence in (*self._seated.values(), *waiting))
 
-    def preempt_running(self) -> None:
+    def restart_begun(self) -> None:
+        """Sequences that have begun lose their tokens and wait to begin again, those of one prompt together."""
+        self.send_back_running()
+        fresh: dict[tuple[int, ...], Group] = {}
+        for group in list(self._groups):
+            for member in [member for member in group.members if member.has_begun]:
+                group.members.remove(member)
+                member.token_ids, member.logprobs, member.first_version = [], [], -1
+                fresh.setdefault(member.request.prompt_ids, Group(deque())).members.append(member)
+            self._drop_if_empty(group)
+        self._groups.extendleft(reversed(fresh.values()))
+
+    def send_back_unbegun(self) -> None:
+        """Seated sequences without a token of their own go back to wait: their keys are no longer right."""
+        for sequence in sorted(self._seated.values(), key=lambda sequence: -sequence.seat):
+            if not sequence.token_ids:
+                self._send_back(sequence)
+
+    def send_back_running(self) -> None:
         """Running sequences give up slot and pages, and wait with the tokens they have, oldest first."""
         for sequence in sorted(self._seated.values(), key=lambda sequence: -sequence.seat):
-            self._preempt(sequence)
+            self._send_back(sequence)
 
     def forget_prompts(self) -> None:
         """Keys of computed prompts are no longer right for sequences that have not begun."""
@@ -199,11 +137,9 @@ class Batcher:
         entries: list[tuple[int, int, int]] = []
         seats = self._seat_waiting(copies, entries)
         shares = self._share_out()
-        for sequence, tokens in list(shares.items()):
-            grown = sequence.num_launched + tokens
-            if sequence.seat >= 0 and grown > len(sequence.pages) * self.page_tokens:  # and not preempted just now
-                entries += self._grow(sequence, grown)
-        shares = {sequence: tokens for sequence, tokens in shares.items() if sequence.seat >= 0}
+        while shares and not (kept := self._grow_all(shares, entries)):
+            shares = self._share_out()  # all who had a share were preempted: it is the others' turn
+        shares = kept if shares else {}
         samplers = []
         allotments = dict.fromkeys((slot for slot, tokens in enumerate(self._allotted) if tokens), 0)
         for sequence, tokens in shares.items():
@@ -237,6 +173,7 @@ class Batcher:
             sequence.num_unread -= 1
             sequence.token_ids.append(tokens[sequence.slot])
             sequence.logprobs.append(logprobs[sequence.slot])
+            self.num_sampled += 1
             if sequence.first_version < 0:
                 sequence.first_version = version
             reason = sequence.finish_reason
@@ -246,7 +183,7 @@ class Batcher:
                 finished.append(_rollout(sequence, reason, version))
         return finished
 
-    def _admit(self, request: Request) -> None:
+    def _check(self, request: Request) -> None:
         assert request.uid not in self._live, f"request {request.uid} is already here"
         num_prompt, num_new = len(request.prompt_ids), request.sampling.max_new_tokens
         if num_prompt == 0:
@@ -256,7 +193,13 @@ class Batcher:
                 f"request {request.uid}: prompt of {num_prompt} tokens + {num_new} new tokens exceed the engine's "
                 f"{self.max_length} tokens a sequence; raise engine.max_prompt_tokens or shorten the prompt"
             )
-        self._live.add(request.uid)
+        if len(request.sampling.stop_token_ids) > MAX_STOP_TOKENS:
+            raise ValueError(f"request {request.uid}: at most {MAX_STOP_TOKENS} stop tokens, not more")
+        if request.script_ids and len(request.script_ids) != num_new:
+            raise ValueError(
+                f"request {request.uid}: a script of {len(request.script_ids)} tokens needs as many max_new_tokens, "
+                f"not {num_new}"
+            )
 
     def _share_out(self) -> dict[Running, int]:
         """How many tokens each sequence runs in this step."""
@@ -277,10 +220,16 @@ class Batcher:
 
     def _seat_waiting(self, copies: list[tuple[int, int]], entries: list[tuple[int, int, int]]) -> list[Seat]:
         seats: list[Seat] = []
-        for group in list(self._groups) if self._free_slots and self.admitting else ():
+        if not self._free_slots or not self._groups:
+            return seats
+        # A page is left for everyone here who may need one, lest it be preempted at once.
+        reserved = sum(self._may_grow(sequence) for sequence in self._seated.values())
+        for group in list(self._groups):
             self._collect_prompt(group)
             while group.members and self._free_slots and group.leader is None:
-                if not self._has_room_for(group):
+                if not (self.admits_fresh or group.members[0].has_begun):
+                    break
+                if not self._has_room_for(group, reserved):
                     return seats
                 sequence = group.members.popleft()
                 self._take_seat(sequence)
@@ -289,22 +238,27 @@ class Batcher:
                 entries += self._grow(sequence, sequence.num_known)
                 ids = (*sequence.request.prompt_ids, *sequence.token_ids)
                 seats.append(Seat(sequence.slot, sequence, ids, num_shared))
-                if not group.pages and group.members:
+                reserved += self._may_grow(sequence)
+                if not group.pages and group.members and len(sequence.request.prompt_ids) > 1:
                     group.leader = sequence
-            if not group.members:
-                self.pool.give_back(group.pages)
-                self._groups.remove(group)
+            self._drop_if_empty(group)
         return seats
+
+    def _drop_if_empty(self, group: Group) -> None:
+        if not group.members:
+            self.pool.give_back(group.pages)
+            self._groups.remove(group)
+
+    def _may_grow(self, sequence: Running) -> bool:
+        return len(sequence.pages) < self._pages_for(sequence.max_keys)
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
 
-    def _has_room_for(self, group: Group) -> bool:
-        """Whether to seat the next member: with a page left for all here who may need one, lest it be preempted."""
+    def _has_room_for(self, group: Group, num_reserved: int) -> bool:
         if not self._seated and self._num_pages_to_seat(group) > self.pool.num_free:
             self.forget_prompts()
-        growing = sum(len(other.pages) < self._pages_for(other.max_keys) for other in self._seated.values())
-        return self._num_pages_to_seat(group) + growing <= self.pool.num_free
+        return self._num_pages_to_seat(group) + num_reserved <= self.pool.num_free
 
     def _num_pages_to_seat(self, group: Group) -> int:
         sequence = group.members[0]
@@ -339,6 +293,14 @@ class Batcher:
         sequence.num_launched = num_shared
         return num_shared
 
+    def _grow_all(self, shares: dict[Running, int], entries: list[tuple[int, int, int]]) -> dict[Running, int]:
+        """Pages for what each is to run; the shares of those who were not preempted for others."""
+        for sequence, tokens in shares.items():
+            grown = sequence.num_launched + tokens
+            if sequence.seat >= 0 and grown > len(sequence.pages) * self.page_tokens:
+                entries += self._grow(sequence, grown)
+        return {sequence: tokens for sequence, tokens in shares.items() if sequence.seat >= 0}
+
     def _grow(self, sequence: Running, num_tokens: int) -> list[tuple[int, int, int]]:
         """Pages for the first `num_tokens` tokens, from younger sequences if need be; the new table entries.
 
@@ -351,7 +313,8 @@ class Batcher:
                 self.forget_prompts()
                 assert needed <= self.pool.num_free, "one sequence fits into all pages"
                 break
-            self._preempt(youngest)
+            self.num_preempted += 1
+            self._send_back(youngest)
             if youngest is sequence:
                 return []
         if needed <= 0:
@@ -360,9 +323,8 @@ class Batcher:
         sequence.pages += self.pool.take(needed)
         return [(sequence.slot, index, sequence.pages[index]) for index in range(first, len(sequence.pages))]
 
-    def _preempt(self, sequence: Running) -> None:
+    def _send_back(self, sequence: Running) -> None:
         """Out of its slot, first in the queue: its keys will be computed again, its tokens stay."""
-        self.num_preempted += 1
         self._unseat(sequence)
         self._groups.appendleft(Group(deque([sequence])))
 
@@ -390,9 +352,7 @@ class Batcher:
             for member in group.members:
                 if member.request.uid == uid:
                     group.members.remove(member)
-                    if not group.members:
-                        self.pool.give_back(group.pages)
-                        self._groups.remove(group)
+                    self._drop_if_empty(group)
                     return member
         raise AssertionError(f"{uid} is live but nowhere")
 

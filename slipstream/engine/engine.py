@@ -22,14 +22,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.engine.batcher import Batcher, PartialRollout, StepPlan
+from slipstream.engine.batcher import Batcher
 from slipstream.engine.graphs import GraphPool, padded
 from slipstream.engine.pages import PagePool
-from slipstream.engine.state import BROKEN, MAX_STOP_TOKENS, StepState
+from slipstream.engine.sequences import PartialRollout, StepPlan
+from slipstream.engine.state import BROKEN, StepState
 from slipstream.engine.step import run_step
 from slipstream.models.cached import KVPages
-from slipstream.models.precision import use_batch_invariant_products
-from slipstream.models.recognise import fuse
+from slipstream.models.precision import check_batch_invariance, use_batch_invariant_products
+from slipstream.models.recognise import fuse, is_fused
 from slipstream.models.weights import fingerprint, write_weights
 from slipstream.types import EngineFacts, Request, Rollout, WeightVersion
 
@@ -69,16 +70,18 @@ class Engine:
         exact: bool = True,
         fused: bool = True,
         graphs: bool = True,
+        steps_ahead: int | None = None,
     ) -> None:
         """`max_length`: longest prompt + response in tokens. `kv_tokens`: by default as many as `max_sequences` of that
         length need; with fewer, sequences are preempted under pressure and computed again. `fused` and `graphs` off
-        give the plain twin."""
+        give the plain twin. `steps_ahead`: steps launched before one is read; by default 1 on a GPU, else 0."""
         self.device = next(model.parameters()).device
         on_gpu = self.device.type == "cuda"
         if on_gpu and exact:
             use_batch_invariant_products()
+            check_batch_invariance(model)
         self.model = model.eval()
-        self.page_tokens = PAGE_TOKENS
+        assert fused or not is_fused(model), "another engine has fused this model: the plain twin needs its own copy"
         self.fusion = fuse(model) if fused else None
         table_pages = -(-max_length // PAGE_TOKENS)
         pool = PagePool(-(-kv_tokens // PAGE_TOKENS) if kv_tokens else max_sequences * table_pages)
@@ -98,20 +101,18 @@ class Engine:
             device=self.device,
         )
         self._graphs = GraphPool(GRAPH_BYTES) if on_gpu and graphs else None
+        self._steps_ahead = int(on_gpu) if steps_ahead is None else steps_ahead
         self._unread: deque[Launched] = deque()
         self._ready: list[Rollout] = []
         self._version = WeightVersion(0, fingerprint(model))
         self._paused = False
         self._storage_bytes: list[tuple[torch.UntypedStorage, int]] | None = None
         """The storages of the weights and their sizes, while they are given back."""
-        self._prefill_tokens = self._decode_tokens = self._num_forwards = 0
+        self._prefill_tokens = self._num_forwards = 0
         self._forward_s = 0.0
 
     def submit(self, requests: Sequence[Request]) -> None:
         """One group of requests that share a prompt; ValueError if it cannot fit."""
-        for request in requests:
-            if len(request.sampling.stop_token_ids) > MAX_STOP_TOKENS:
-                raise ValueError(f"request {request.uid}: at most {MAX_STOP_TOKENS} stop tokens, not more")
         self._batcher.submit(requests)
 
     @property
@@ -121,18 +122,20 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Rollout]:
         """One packed forward; the rollouts known to have ended. Does nothing while paused or idle."""
+        if not self._paused and self._batcher.has_work:
+            assert self._storage_bytes is None, "the engine's weights were put to sleep; apply_weights first"
+            started = time.perf_counter()
+            plan = self._batcher.plan()
+            try:
+                self._launch(plan)
+            except Exception:
+                self._forget_launched()
+                raise
+            # On a GPU the step before this one is read while this one runs; nothing to run means all must be read.
+            while len(self._unread) > (self._steps_ahead if plan.num_tokens else 0):
+                self._read(self._unread.popleft())
+            self._forward_s += time.perf_counter() - started
         finished, self._ready = self._ready, []
-        if self._paused or not self._batcher.has_work:
-            return finished
-        assert self._storage_bytes is None, "the engine's weights were put to sleep; apply_weights first"
-        started = time.perf_counter()
-        plan = self._batcher.plan()
-        self._launch(plan)
-        # On a GPU the step before this one is read while this one runs; nothing to run means all must be read.
-        num_ahead = 1 if self._graphs is not None and plan.num_tokens else 0
-        while len(self._unread) > num_ahead:
-            finished += self._read(self._unread.popleft(), finished)
-        self._forward_s += time.perf_counter() - started
         return finished
 
     def pause(self) -> None:
@@ -150,12 +153,12 @@ class Engine:
         if running == "wait":
             self._finish_running()
         elif running == "abort":
-            self._batcher.restart_running()
-        if self._storage_bytes is not None:
-            for storage, num_bytes in self._storage_bytes:
-                storage.resize_(num_bytes)
-            self._storage_bytes = None
+            self._batcher.restart_begun()
+        for storage, num_bytes in self._storage_bytes or ():
+            storage.resize_(num_bytes)
         write_weights(self.model, weights)
+        self._storage_bytes = None
+        self._batcher.send_back_unbegun()
         self._batcher.forget_prompts()
         self._version = WeightVersion(number, fingerprint(self.model))
         return self._version
@@ -168,8 +171,8 @@ class Engine:
         `apply_weights` must come before the next step. CUDA graphs go too, since they hold addresses.
         """
         while self._unread:
-            self._ready += self._read(self._unread.popleft(), self._ready)
-        self._batcher.preempt_running()
+            self._read(self._unread.popleft())
+        self._batcher.send_back_running()
         self._batcher.forget_prompts()
         self._pages.layers.clear()
         if self._graphs is not None:
@@ -199,7 +202,7 @@ class Engine:
             num_free_pages=pool.num_free,
             num_pages=pool.num_pages,
             prefill_tokens=self._prefill_tokens,
-            decode_tokens=self._decode_tokens,
+            decode_tokens=self._batcher.num_sampled,
             num_forwards=self._num_forwards,
             num_preempted=self._batcher.num_preempted,
             forward_s=self._forward_s,
@@ -211,18 +214,20 @@ class Engine:
 
     def _finish_running(self) -> None:
         assert not self._paused, "a paused engine cannot finish its sequences"
-        self._batcher.admitting = False
+        self._batcher.admits_fresh = False
         try:
-            while self._batcher.num_running:
+            while self._batcher.num_begun or self._unread:
                 self._ready = self.step()
         finally:
-            self._batcher.admitting = True
+            self._batcher.admits_fresh = True
 
     def _launch(self, plan: StepPlan) -> None:
         """Tell the device what changes and start the step; returns before a GPU is done with it."""
         if plan.copies:
-            sources, targets = torch.tensor(plan.copies).T.to(self.device)
-            self._pages.copy(sources, targets)
+            copies = torch.tensor(plan.copies)
+            if self.device.type == "cuda":
+                copies = copies.pin_memory().to(self.device, non_blocking=True)
+            self._pages.copy(*copies.T)
         self._state.apply(plan)
         if not plan.num_tokens:
             return
@@ -248,21 +253,25 @@ class Engine:
             self._graphs.run((num_tokens, plan.with_cuts), body)
         self._unread.append(self._request_report(plan))
         self._num_forwards += 1
-        self._decode_tokens += len(plan.samplers)
         self._prefill_tokens += plan.num_tokens - len(plan.samplers)
 
     def _request_report(self, plan: StepPlan) -> Launched:
         report = self._state.report
         if self.device.type != "cuda":
-            return Launched(plan, self._version.number, report, None)
+            return Launched(plan, self._version.number, report.clone(), None)
         host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
         host.copy_(report, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
         return Launched(plan, self._version.number, host, done)
 
-    def _read(self, launched: Launched, finished: list[Rollout]) -> list[Rollout]:
-        """Wait for a step's report and commit it; what has ended. `finished` is kept for later if this is broken."""
+    def _forget_launched(self) -> None:
+        """A launch failed half-way: what is running is computed again from the tokens that are known."""
+        self._unread.clear()
+        self._batcher.send_back_running()
+
+    def _read(self, launched: Launched) -> None:
+        """Wait for a step's report and commit it; what has ended is ready to be given out."""
         if launched.done is not None:
             launched.done.synchronize()
         tokens = launched.report[0].tolist()
@@ -274,11 +283,9 @@ class Engine:
             for uid in broken:
                 self._batcher.withdraw(uid)
         logprobs = launched.report[1].view(torch.float32).tolist()
-        ended = self._batcher.commit(launched.plan, tokens, logprobs, launched.version)
+        self._ready += self._batcher.commit(launched.plan, tokens, logprobs, launched.version)
         if broken:
-            self._ready = finished + ended
             raise BrokenLogits(
                 f"the model gave logits that are not numbers (NaN or infinite) for {broken[0]} and {len(broken) - 1} "
                 "more: its weights are broken, or it overflows in this number format (try engine.dtype: float32)"
             )
-        return ended

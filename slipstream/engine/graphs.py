@@ -36,6 +36,7 @@ class GraphPool:
     def clear(self) -> None:
         """Forget every graph, because memory it reads or writes goes away."""
         self._graphs.clear()
+        self._met.clear()  # the memory is allocated anew by an eager run, never inside a graph
         self.num_bytes = 0
         self._memory = torch.cuda.graph_pool_handle()
 

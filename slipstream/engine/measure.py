@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slipstream.engine.engine import Engine
+from slipstream.engine.engine import PAGE_TOKENS, Engine
 from slipstream.rng import derive_seed
 from slipstream.types import Request, SamplingParams
 
@@ -30,7 +30,7 @@ class EngineTiming:
     bandwidth_share: float
     """Bytes a step must read (weights, and keys at their mean length) over what the device could read in its time."""
     start_s: float
-    """From the first request to the first token, compilation and capture included; small after the first batch size."""
+    """A warm-up of 8 tokens: compilation and capture included, so the first batch size takes longest."""
     num_graphs: int
     graph_bytes: int
     kv_bytes: int
@@ -108,7 +108,7 @@ def _weight_bytes(engine: Engine) -> int:
 
 def _kv_bytes_per_token(engine: Engine) -> float:
     facts = engine.facts()
-    return facts.kv_bytes / ((facts.num_pages + 1) * engine.page_tokens)
+    return facts.kv_bytes / ((facts.num_pages + 1) * PAGE_TOKENS)
 
 
 def _wait(device: torch.device) -> None:

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine.batcher import Seat, StepPlan
+from slipstream.engine.batcher import MAX_STOP_TOKENS
+from slipstream.engine.sequences import Seat, StepPlan
 from slipstream.rng import MASK32
 from slipstream.types import SamplingParams
 
-MAX_STOP_TOKENS = 8
 NO_TOKEN = -2
 """In the report: this slot sampled nothing."""
 BROKEN = -1

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.engine.batcher import MAX_STOP_TOKENS
 from slipstream.engine.sampling import SamplingRows
-from slipstream.engine.state import MAX_STOP_TOKENS, NO_TOKEN, StepState
+from slipstream.engine.state import NO_TOKEN, StepState
 from slipstream.models.cached import PackedRows
 
 TOKEN_BLOCK = 128

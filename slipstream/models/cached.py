@@ -62,6 +62,8 @@ class KVPages:
     def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's [P + 1, K, C, D] keys and values."""
         if layer not in self.layers:
+            capturing = key.is_cuda and torch.cuda.is_current_stream_capturing()
+            assert not capturing, "a graph would allocate, and at every replay empty, the pages"
             # The CPU kernel computes in float32: bfloat16 values are exact in it, and converting once is cheaper.
             dtype = torch.float32 if key.device.type == "cpu" else key.dtype
             shapes = ((self.num_pages + 1, new.shape[1], self.page_tokens, new.shape[2]) for new in (key, value))

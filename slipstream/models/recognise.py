@@ -64,6 +64,9 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})
 _MLP_PACKED = frozenset({"gate_up_proj", "down_proj", "activation_fn"})
 
 
+_FUSION = "_slipstream_fusion"
+
+
 class NotFused(Exception):
     """A layer that is left as it is; says why."""
 
@@ -88,6 +91,19 @@ class Fusion:
 @torch.no_grad()
 def fuse(model: PreTrainedModel) -> Fusion:
     """Give every recognised decoder layer its fused forward, in place; say what was done and what was not."""
+    known: Fusion | None = getattr(model, _FUSION, None)
+    if known is not None:  # by another engine on the same model
+        return known
+    fusion = _fuse(model)
+    setattr(model, _FUSION, fusion)
+    return fusion
+
+
+def is_fused(model: PreTrainedModel) -> bool:
+    return getattr(model, _FUSION, None) is not None
+
+
+def _fuse(model: PreTrainedModel) -> Fusion:
     body = model.base_model
     layers = getattr(body, "layers", None)
     if not isinstance(layers, nn.ModuleList):

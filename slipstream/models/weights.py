@@ -30,16 +30,17 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def write_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy into the model's own storage, converting the dtype; names and shapes must match exactly."""
-    own = dict(named_weights(model))
-    missing = set(own)
-    for name, tensor in weights:
+    """Copy into the model's own storage, converting the dtype. ValueError if names or shapes do not all match, before
+    the first weight is written."""
+    own, given = dict(named_weights(model)), dict(weights)
+    for name, tensor in given.items():
         if name not in own or own[name].shape != tensor.shape:
             raise ValueError(f"weight {name} {tuple(tensor.shape)} does not fit this model")
-        own[name].copy_(tensor)
-        missing.discard(name)
+    missing = sorted(own.keys() - given.keys())
     if missing:
-        raise ValueError(f"weights are missing: {', '.join(sorted(missing)[:3])} and {max(0, len(missing) - 3)} more")
+        raise ValueError(f"weights are missing: {', '.join(missing[:3])} and {max(0, len(missing) - 3)} more")
+    for name, tensor in given.items():
+        own[name].copy_(tensor)
 
 
 def fingerprint(model: nn.Module) -> str:

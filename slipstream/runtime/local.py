@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from slipstream.config import Config
 from slipstream.engine.engine import Engine
 from slipstream.models.loading import load_model, load_tokenizer
-from slipstream.models.precision import resolve_precision
+from slipstream.models.precision import resolve_precision, use_batch_invariant_products
 from slipstream.models.rendering import render_prompts, render_solution, stop_token_ids
 from slipstream.models.weights import cast_weights
 from slipstream.observe.console import Console
@@ -68,6 +68,8 @@ def run_training(
         console = stack.enter_context(Console(config.train.steps, quiet=quiet))
         checkpoint = folder.checkpoint_to_resume(config, resume, overwrite)
         device = choose_device(config.device)
+        if device.type == "cuda" and config.engine.exact:
+            use_batch_invariant_products()  # before the warm start multiplies
         source = config.model if checkpoint is None else str(checkpoint.path)
         tokenizer = load_tokenizer(source)
         problems, eval_problems = load_training_problems(config), load_eval_problems(config)

@@ -16,6 +16,9 @@ from slipstream.rng import derive_seed
 from slipstream.tasks.grading import Grader
 from slipstream.types import Prompt, Request, Rollout, SamplingParams, Scored, Unscored
 
+MATCHED_TOKENS = 256
+"""Of each rollout that is sampled again alone: enough to see how often a token depends on the batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class GradedGroup:
@@ -76,13 +79,14 @@ class RolloutDesk:
         assert not self._engine.has_work, "others would be in the batch"
         num_same = num_tokens = 0
         for rollout in rollouts:
-            request = replace(rollout.request, uid=f"{rollout.request.uid}/alone")
+            sampling = replace(rollout.request.sampling, max_new_tokens=min(MATCHED_TOKENS, len(rollout.token_ids)))
+            request = replace(rollout.request, uid=f"{rollout.request.uid}/alone", sampling=sampling)
             self._engine.submit([request])
             again: list[Rollout] = []
             while self._engine.has_work:
                 again += self._engine.step()
             num_same += sum(a == b for a, b in zip(rollout.token_ids, again[0].token_ids, strict=False))
-            num_tokens += len(rollout.token_ids)
+            num_tokens += sampling.max_new_tokens
         return num_same / num_tokens
 
     def advance(self, on_finished: Callable[[Rollout], None]) -> list[GradedGroup]:

@@ -149,9 +149,10 @@ class LocalWorld:
             self._config.train.samples_per_prompt,
         )
         self._row["timing_s/gen"], self._row["timing_s/reward"] = self._desk.take_times()
-        if not self._config.engine.exact:
+        if not self._config.engine.exact and self._engine.device.type == "cuda":
             asked = [group.results[0].rollout for group in groups[:MATCHED_ROLLOUTS]]
-            self._row["rollout/token_match"] = self._desk.token_match(asked)
+            with self._timed("token_match"):
+                self._row["rollout/token_match"] = self._desk.token_match(asked)
         samples = self._samples([by_position[position] for position in action.positions])
         self._row["train/groups"] = float(len(action.positions))
         if not samples:

@@ -1,0 +1,105 @@
+"""The batcher's records: a sequence on its way, a group that shares a prompt, and the plan of one step. Pure.
+
+`Running` and `Group` belong to the batcher, which alone changes them; the others are facts for whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from slipstream.types import FinishReason, Request
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A sequence between submission and its end. Compared by identity: two may have the same tokens."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    first_version: int = -1
+    slot: int = -1
+    seat: int = -1
+    """A number given at seating, so that results for an earlier seat can be told apart; -1 while not seated."""
+    pages: list[int] = field(default_factory=list)
+    num_launched: int = 0
+    """Tokens whose keys are computed, or will be by the steps launched so far."""
+    num_unread: int = 0
+    """Tokens sampled by steps that were launched but not yet committed."""
+
+    @property
+    def num_known(self) -> int:
+        return len(self.request.prompt_ids) + len(self.token_ids) + self.num_unread
+
+    @property
+    def max_keys(self) -> int:
+        """Keys it can come to hold: the last token it may sample is never run."""
+        return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens - 1
+
+    @property
+    def num_due(self) -> int:
+        """Tokens to run before the next one can be sampled; 0 if it has sampled all it may."""
+        full = len(self.token_ids) + self.num_unread >= self.request.sampling.max_new_tokens
+        return 0 if full else self.num_known - self.num_launched
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.token_ids) or self.num_unread > 0
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        if self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.request.sampling.max_new_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRollout:
+    """A running sequence on its way to another engine, or to a checkpoint: tokens only, its keys are recomputed."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    first_version: int
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Members without a slot that share a prompt. Once a seated member has computed it, the group holds its pages."""
+
+    members: deque[Running]
+    leader: Running | None = None
+    """The member that is computing the prompt for the others."""
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A sequence that takes a slot with this plan."""
+
+    slot: int
+    sequence: Running
+    token_ids: tuple[int, ...]
+    num_computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the device needs to be told, and what it will run."""
+
+    vacated: tuple[int, ...]
+    """Slots whose sequence was taken out before its end."""
+    copies: tuple[tuple[int, int], ...]
+    """(from page, to page), to be done first, all reads before all writes."""
+    seats: tuple[Seat, ...]
+    pages: tuple[tuple[int, int, int], ...]
+    """(slot, index, page): new entries of the page table."""
+    allotments: tuple[tuple[int, int], ...]
+    """(slot, tokens it may run), where this differs from the plan before."""
+    samplers: tuple[tuple[Running, int], ...]
+    """The sequences that sample a token, and their seats."""
+    num_rows: int
+    num_tokens: int
+    with_cuts: bool
+    """Whether any of the samplers cuts the tail of the distribution."""

@@ -5,9 +5,9 @@ knows no reward, no schedule and no trainer. On a GPU a step is a CUDA graph, an
 one runs; on CPU it runs eagerly and is read at once.
 
 Promise: a rollout depends on (weights, prompt, seed, sampling) alone, to the bit. Attention and sampling are exact by
-construction. A matrix product gives a row the same bits on CPU as long as its height stays within [MIN_STEP_TOKENS,
-CPU_STEP_TOKENS], so shorter steps are padded and longer ones never planned; on a GPU by the settings of
-`models/precision.py`.
+construction. A plain matrix product gives a row the same bits on CPU as long as its height stays within
+[MIN_STEP_TOKENS, CPU_STEP_TOKENS], so shorter steps are padded unless all products are packed (`models/products.py`),
+and longer ones never planned; on a GPU by the settings of `models/precision.py`.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class Engine:
             trash_page=self._pages.trash_page,
             device=self.device,
         )
+        self._min_rows = 1 if self.fusion is not None and self.fusion.any_height else MIN_STEP_TOKENS
         self._graphs = GraphPool(GRAPH_BYTES) if on_gpu and graphs else None
         self._steps_ahead = int(on_gpu) if steps_ahead is None else steps_ahead
         self._unread: deque[Launched] = deque()
@@ -178,6 +179,8 @@ class Engine:
         if self._graphs is not None:
             self._graphs.clear()
         if weights and self._storage_bytes is None:
+            if self.fusion is not None:
+                self.fusion.release()
             storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in self.model.parameters()}
             self._storage_bytes = [(storage, storage.nbytes()) for storage in storages.values()]
             for storage, _ in self._storage_bytes:
@@ -232,7 +235,7 @@ class Engine:
         if not plan.num_tokens:
             return
         if self.device.type == "cpu":
-            num_tokens, num_rows = max(plan.num_tokens, MIN_STEP_TOKENS), max(plan.num_rows, MIN_STEP_TOKENS)
+            num_tokens, num_rows = max(plan.num_tokens, self._min_rows), max(plan.num_rows, self._min_rows)
         else:
             num_tokens = padded(plan.num_tokens)
             num_rows = min(num_tokens, self._state.num_slots)

@@ -28,30 +28,37 @@ def attend_tokens(  # type: ignore[no-untyped-def]
         token, kv_head = work // num_kv_heads, work % num_kv_heads
         pages, end = table_SW[slot_T[token]], position_T[token] + 1
         start = max(0, end - window) if window > 0 else 0
-        weights = np.empty(end - start, np.float32)
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            largest = np.float32(-np.inf)
-            for at in range(start, end):
-                key_D = keys_PKCD[pages[at // page_tokens], kv_head, at % page_tokens]
+        first = kv_head * group
+        weights = np.empty((group, end - start), np.float32)
+        largest = np.full(group, -np.inf, np.float32)
+        for at in range(start, end):
+            key_D = keys_PKCD[pages[at // page_tokens], kv_head, at % page_tokens]
+            for head in range(group):
                 score = np.float32(0)
                 for d in range(size):
-                    score += query_THD[token, head, d] * key_D[d]
+                    score += query_THD[token, first + head, d] * key_D[d]
                 score *= scaling
                 if softcap > 0:
                     score = np.float32(math.tanh(score / softcap)) * softcap
-                weights[at - start] = score
-                largest = max(largest, score)
+                weights[head, at - start] = score
+                largest[head] = max(largest[head], score)
+        for head in range(group):
             total = np.float32(0)
             if sinks_H.shape[0] > 0:
-                largest = max(largest, sinks_H[head])
-                total += np.float32(math.exp(sinks_H[head] - largest))
+                largest[head] = max(largest[head], sinks_H[first + head])
+                total += np.float32(math.exp(sinks_H[first + head] - largest[head]))
             for at in range(end - start):
-                weights[at] = np.float32(math.exp(weights[at] - largest))
-                total += weights[at]
-            for d in range(value_size):
-                out_THD[token, head, d] = 0
-            for at in range(start, end):
-                share = weights[at - start] / total
-                value_D = values_PKCD[pages[at // page_tokens], kv_head, at % page_tokens]
+                weights[head, at] = np.float32(math.exp(weights[head, at] - largest[head]))
+                total += weights[head, at]
+            for at in range(end - start):
+                weights[head, at] /= total
+        mix = np.zeros((group, value_size), np.float32)
+        for at in range(start, end):
+            value_D = values_PKCD[pages[at // page_tokens], kv_head, at % page_tokens]
+            for head in range(group):
+                share = weights[head, at - start]
                 for d in range(value_size):
-                    out_THD[token, head, d] += share * value_D[d]
+                    mix[head, d] += share * value_D[d]
+        for head in range(group):
+            for d in range(value_size):
+                out_THD[token, first + head, d] = mix[head, d]

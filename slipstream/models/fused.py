@@ -9,17 +9,17 @@ Axes: T packed tokens, N hidden size, H query heads, K key/value heads, D head s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, silu
+from torch import Tensor
+from torch.nn.functional import gelu, silu
 
 from slipstream.models.attention import AttentionForm, _current
 from slipstream.models.cached import CachedRows
+from slipstream.models.products import Product
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -111,44 +111,6 @@ def kernels_for(x: Tensor) -> Any:
     from slipstream.models import triton_layers
 
     return triton_layers
-
-
-class Product:
-    """Linear layers of the same input as one product: their parameters become views of its rows."""
-
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self._weight, self._pieces = _stack([layer.weight for layer in linears])
-        self._bias: Tensor | None = None
-        if linears[0].bias is not None:
-            self._bias, pieces = _stack([layer.bias for layer in linears])
-            self._pieces += pieces
-        self._has_kernel = self._weight.is_cuda and self._kernel_agrees()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        for stack, offset, parameter in self._pieces:
-            assert parameter.data_ptr() == stack.data_ptr() + offset, "weights moved or cast after fusing; fuse last"
-        if self._has_kernel:
-            from slipstream.models.small_product import MAX_ROWS, small_product
-
-            if len(x) <= MAX_ROWS:
-                return small_product(x, self._weight, self._bias)
-        return linear(x, self._weight, self._bias)
-
-    def _kernel_agrees(self) -> bool:
-        from slipstream.models.small_product import agrees
-
-        weight = self._weight
-        return agrees(weight.shape[0], weight.shape[1], self._bias is not None, weight.dtype, weight.device)
-
-
-def _stack(parameters: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, int, Tensor]]]:
-    """One tensor with the parameters as views of it, and where in it each of them has to stay."""
-    if len(parameters) == 1:
-        return parameters[0], []
-    whole = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, rows in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
-        parameter.data = rows
-    return whole, [(whole, parameter.data_ptr() - whole.data_ptr(), parameter) for parameter in parameters]
 
 
 class Handover:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.models.attention import ATTENTION_NAME, AttentionForm
-from slipstream.models.fused import Activation, FusedLayer, Handover, Heads, Norm, Product, fused_norm
+from slipstream.models.fused import Activation, FusedLayer, Handover, Heads, Norm, fused_norm
+from slipstream.models.products import Product
+from slipstream.models.weights import after_writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,25 @@ class Fusion:
     families: tuple[str, ...]
     reasons: tuple[str, ...]
     """Why the other layers are not fused, each reason once."""
+    products: tuple[Product, ...] = ()
+    """All that are ours: those of fused layers, and on a CPU the head."""
+    has_head: bool = False
+
+    @property
+    def any_height(self) -> bool:
+        """Every product of the model is packed, so a row has the same bits in a step of any height."""
+        whole = self.has_head and len(self.fused) == self.num_layers
+        return whole and all(product.is_packed for product in self.products)
+
+    def refresh(self) -> None:
+        """The weights were written."""
+        for product in self.products:
+            product.refresh()
+
+    def release(self) -> None:
+        """Give back what is derived from the weights, until the next `refresh`."""
+        for product in self.products:
+            product.release()
 
     def __str__(self) -> str:
         if not self.fused:
@@ -96,6 +117,7 @@ def fuse(model: PreTrainedModel) -> Fusion:
         return known
     fusion = _fuse(model)
     setattr(model, _FUSION, fusion)
+    after_writing(model, fusion.refresh)
     return fusion
 
 
@@ -123,7 +145,14 @@ def _fuse(model: PreTrainedModel) -> Fusion:
             forward.next_norm = fused[index + 1].before_attention
     if len(layers) - 1 in fused and isinstance(getattr(body, "norm", None), nn.Module):
         _join_last_norm(body.norm, fused[len(layers) - 1])
-    return Fusion(len(layers), tuple(fused), tuple(families), tuple(reasons))
+    products = [product for one in fused.values() for product in (one.qkv, one.output, one.gate_up, one.down)]
+    head = model.get_output_embeddings()
+    plain_head = type(head) is nn.Linear and head.weight.device.type == "cpu" and "forward" not in vars(head)
+    fuses_head = plain_head and len(fused) == len(layers)
+    if fuses_head:
+        products.append(Product([head]))
+        head.forward = products[-1]
+    return Fusion(len(layers), tuple(fused), tuple(families), tuple(reasons), tuple(products), fuses_head)
 
 
 def _join_last_norm(module: Any, last: FusedLayer) -> None:

@@ -7,11 +7,12 @@ arrive, not an adversary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+_AFTER_WRITING = "_slipstream_after_writing"
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,6 +42,14 @@ def write_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> No
         raise ValueError(f"weights are missing: {', '.join(missing[:3])} and {max(0, len(missing) - 3)} more")
     for name, tensor in given.items():
         own[name].copy_(tensor)
+
+    for callback in vars(model).get(_AFTER_WRITING, ()):
+        callback()
+
+
+def after_writing(model: nn.Module, callback: Callable[[], None]) -> None:
+    """Call this whenever `write_weights` has changed the model: for what is derived from its weights."""
+    vars(model).setdefault(_AFTER_WRITING, []).append(callback)
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -1,0 +1,108 @@
+"""The matrix products of the engine's model: stacked, packed on a CPU, with a kernel for few rows on a GPU.
+
+Owns the storage that stacked linear layers share: their parameters become views of it, so a weight is written once.
+On a CPU the weights are also kept in the layout that oneDNN multiplies from, since laying them out again in every call
+costs more than a short product; that copy is made anew whenever weights are written (`weights.write_weights`).
+
+Invariant: a row's bits do not depend on the number of rows. What is faster than the plain product is used only for
+shapes where this device was asked and keeps that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+HEIGHTS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 64, 100)
+"""Rows of a product on a CPU that are compared with the largest a step has."""
+MOST_ROWS = 128
+
+
+class Product:
+    """Linear layers of the same input as one product."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self._weight, self._pieces = _stack([layer.weight for layer in linears])
+        self._bias: Tensor | None = None
+        if linears[0].bias is not None:
+            self._bias, pieces = _stack([layer.bias for layer in linears])
+            self._pieces += pieces
+        weight = self._weight
+        form = weight.shape[0], weight.shape[1], self._bias is not None, weight.dtype
+        self._has_kernel = weight.is_cuda and _kernel_agrees(*form, weight.device)
+        self.is_packed = weight.device.type == "cpu" and _packing_keeps_bits(*form, torch.get_num_threads())
+        self._packed: Tensor | None = None
+        self.refresh()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for stack, offset, parameter in self._pieces:
+            assert parameter.data_ptr() == stack.data_ptr() + offset, "weights moved or cast after fusing; fuse last"
+        if self._packed is not None:
+            return _packed_product(x, self._packed, self._bias)
+        if self._has_kernel:
+            from slipstream.models.small_product import MAX_ROWS, small_product
+
+            if x.dim() == 2 and len(x) <= MAX_ROWS:
+                return small_product(x, self._weight, self._bias)
+        return linear(x, self._weight, self._bias)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Product:
+        raise AssertionError("a fused model was copied, and its products would stay with the original; fuse last")
+
+    def refresh(self) -> None:
+        """The weights were written: pack them again."""
+        if self.is_packed:
+            self._packed = _pack(self._weight)
+
+    def release(self) -> None:
+        """Give the packed copy back; `refresh` must come before the next product."""
+        self._packed = None
+
+
+def _stack(parameters: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, int, Tensor]]]:
+    """One tensor with the parameters as views of it, and where in it each of them has to stay."""
+    if len(parameters) == 1:
+        return parameters[0].detach(), []
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, rows in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = rows
+    return whole, [(whole, parameter.data_ptr() - whole.data_ptr(), parameter) for parameter in parameters]
+
+
+def _pack(weight_NK: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)
+    return packed
+
+
+def _packed_product(x: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias_N, "none", [], "")
+    return out
+
+
+@cache
+def _packing_keeps_bits(
+    num_outputs: int, num_inputs: int, has_bias: bool, dtype: torch.dtype, num_threads: int
+) -> bool:
+    """Whether oneDNN gives a row of this shape the same bits at every height, by trial with this number of threads."""
+    if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    draw = torch.Generator().manual_seed(0)
+    x_MK, weight_NK, bias_1N = (
+        torch.randn(rows, columns, generator=draw).to(dtype)
+        for rows, columns in ((MOST_ROWS, num_inputs), (num_outputs, num_inputs), (1, num_outputs))
+    )
+    packed, bias_N = _pack(weight_NK), bias_1N[0] if has_bias else None
+    whole_MN = _packed_product(x_MK, packed, bias_N)
+    return all(torch.equal(_packed_product(x_MK[:n], packed, bias_N), whole_MN[:n]) for n in HEIGHTS)
+
+
+def _kernel_agrees(*form_and_device: object) -> bool:
+    from slipstream.models.small_product import agrees  # a machine without a GPU may lack triton
+
+    return agrees(*form_and_device)  # type: ignore[arg-type]

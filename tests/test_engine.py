@@ -293,6 +293,11 @@ def test_running_sequences_keep_on_end_first_or_begin_again_with_new_weights(run
     assert versions == {"g/0": begun, "g/1": begun, "g/2": (1, 1)}
 
 
+def weight_bytes(engine: Engine) -> int:
+    storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in engine.model.parameters()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_sleeping_engine_holds_no_keys_and_goes_on_as_if_it_had_not_slept(weights: bool) -> None:
     requests = group("g", PROMPT, 3)
@@ -302,11 +307,12 @@ def test_a_sleeping_engine_holds_no_keys_and_goes_on_as_if_it_had_not_slept(weig
     for _ in range(5):
         engine.step()
     assert engine.facts().kv_bytes > 0
+    whole = weight_bytes(engine)
     engine.sleep(weights=weights)
     facts = engine.facts()
     assert (facts.kv_bytes, facts.num_running, facts.num_free_pages) == (0, 0, facts.num_pages)
     if weights:
-        assert sum(parameter.untyped_storage().nbytes() for parameter in engine.model.parameters()) == 0
+        assert weight_bytes(engine) < 0.02 * whole
         with pytest.raises(AssertionError, match="apply_weights first"):
             engine.step()
         engine.apply_weights(own, 0)

@@ -14,7 +14,7 @@ from tiny_models import VOCABULARY, build_family, family_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.models import fused
+from slipstream.models import cpu_layers, fused
 from slipstream.models.attention import ATTENTION_NAME, attending
 from slipstream.models.cached import CachedRows, KVPages, PackedRows
 from slipstream.models.fused import Heads, Norm
@@ -101,6 +101,19 @@ def layers() -> Any:
     from slipstream.models import triton_layers
 
     return triton_layers
+
+
+@pytest.fixture(params=["triton", "cpu"])
+def either(request: pytest.FixtureRequest) -> Any:
+    """The kernels' module of a GPU, and that of the CPU."""
+    if request.param == "cpu":
+        return cpu_layers
+    return request.getfixturevalue("layers")
+
+
+def skip_unless_served(module: Any, dtype: torch.dtype) -> None:
+    if module is cpu_layers and (dtype != torch.float32 or DEVICE != "cpu"):
+        pytest.skip("the CPU's kernels are for float32")
 
 
 def build(name: str) -> PreTrainedModel:
@@ -383,9 +396,10 @@ def some_norm(kind: str, size: int, dtype: torch.dtype) -> Norm:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", NORMS)
-def test_the_add_norm_kernel_equals_its_twin(kind: str, dtype: torch.dtype, layers: Any) -> None:
+@pytest.mark.parametrize("size", [72, 8000])
+def test_the_add_norm_kernel_equals_its_twin(kind: str, dtype: torch.dtype, size: int, either: Any) -> None:
+    skip_unless_served(either, dtype)
     torch.manual_seed(0)
-    size = 72
     x, delta = (torch.randn(5, size).to(DEVICE, dtype) * factor for factor in (3, 1))
     after, before = some_norm(kind, size, dtype), some_norm(kind, size, dtype)
     cases = [
@@ -397,7 +411,7 @@ def test_the_add_norm_kernel_equals_its_twin(kind: str, dtype: torch.dtype, laye
         (delta, None, 1.0, None),
     ]
     for case in cases:
-        for got, wanted in zip(layers.add_norm(x, *case), fused.add_norm_plainly(x, *case), strict=True):
+        for got, wanted in zip(either.add_norm(x, *case), fused.add_norm_plainly(x, *case), strict=True):
             assert (got is None) == (wanted is None)
             if got is not None and wanted is not None:
                 assert got.dtype == dtype and relative_error(got, wanted) < DTYPES[dtype]
@@ -427,8 +441,9 @@ def test_the_activation_kernel_equals_its_twin(activation: fused.Activation, dty
     ],
 )
 def test_the_rope_kernel_equals_its_twin(
-    kind: str | None, at_once: bool, rotary_size: int, wide_rotary: bool, dtype: torch.dtype, layers: Any
+    kind: str | None, at_once: bool, rotary_size: int, wide_rotary: bool, dtype: torch.dtype, either: Any
 ) -> None:
+    skip_unless_served(either, dtype)
     torch.manual_seed(0)
     num_query, num_key, size = 6, 3, 12
     lengths = (num_query * size, num_key * size) if at_once else (size, size)
@@ -442,7 +457,7 @@ def test_the_rope_kernel_equals_its_twin(
     given = rotary if rotary_size else None
     query, key, value = fused.norm_rope_plainly(qkv, heads, given)
     keys, values = torch.zeros(2, NUM_PAGES + 1, num_key, PAGE_TOKENS, size, dtype=dtype, device=DEVICE)
-    got = layers.norm_rope_write(qkv, heads, given, rows, keys, values)
+    got = either.norm_rope_write(qkv, heads, given, rows, keys, values)
     assert relative_error(got, query) < DTYPES[dtype]
     page = rows.table_SW[rows.slot_T, rows.position_T // PAGE_TOKENS].long()
     for pages, wanted in ((keys, key), (values, value)):
@@ -486,3 +501,14 @@ def test_a_products_row_has_the_same_bits_in_any_company() -> None:
         whole = product(x)
         for num_rows in (16, 17, 31, 64, 100):
             assert torch.equal(product(x[:num_rows]), whole[:num_rows]), num_rows
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the CPU's kernels")
+def test_the_cpus_kernels_give_a_row_the_same_bits_serial_and_parallel() -> None:
+    torch.manual_seed(0)
+    x, delta = torch.randn(2, 120, 576).unbind()
+    norm = some_norm("llama", 576, torch.float32)
+    whole = cpu_layers.add_norm(x, delta, norm, 1.0, norm)
+    assert x[:7].numel() < cpu_layers.SERIAL_NUMBERS < x.numel()
+    part = cpu_layers.add_norm(x[:7].clone(), delta[:7].clone(), norm, 1.0, norm)
+    assert all(torch.equal(a, b[:7]) for a, b in zip(part, whole, strict=True))

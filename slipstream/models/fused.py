@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from slipstream.models import cpu_layers
 from slipstream.models.attention import AttentionForm, _current
 from slipstream.models.cached import CachedRows
 from slipstream.models.products import Product
@@ -24,7 +25,7 @@ from slipstream.models.products import Product
 Activation = Literal["silu", "gelu_tanh"]
 
 KERNEL_DEVICES = {"cuda"}
-"""Where the Triton kernels run; elsewhere their plain twins do. Tests add the CPU, with Triton's interpreter."""
+"""Where the Triton kernels run. Tests add the CPU, with Triton's interpreter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +106,18 @@ def norm_rope_plainly(qkv: Tensor, heads: Heads, rotary: tuple[Tensor, Tensor] |
 
 
 def kernels_for(x: Tensor) -> Any:
-    """Something with `add_norm` and `act_mul`: the kernels' module, or the plain twins."""
-    if x.device.type not in KERNEL_DEVICES:
-        return SimpleNamespace(add_norm=add_norm_plainly, act_mul=act_mul_plainly)
-    from slipstream.models import triton_layers
+    """Something with `add_norm`, `act_mul` and `norm_rope_write`, which is None where only the plain twins serve."""
+    if x.device.type in KERNEL_DEVICES:
+        from slipstream.models import triton_layers
 
-    return triton_layers
+        return triton_layers
+    return _CPU if x.device.type == "cpu" and x.dtype == torch.float32 else _PLAIN
+
+
+_PLAIN = SimpleNamespace(add_norm=add_norm_plainly, act_mul=act_mul_plainly, norm_rope_write=None)
+_CPU = SimpleNamespace(
+    add_norm=cpu_layers.add_norm, act_mul=act_mul_plainly, norm_rope_write=cpu_layers.norm_rope_write
+)
 
 
 class Handover:
@@ -173,14 +180,13 @@ class FusedLayer:
     def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         assert _current, "the model was called outside `attending(...)`"
         attention = _current[-1]
-        if isinstance(attention, CachedRows) and qkv.device.type in KERNEL_DEVICES:
-            from slipstream.models import triton_layers
-
+        write = kernels_for(qkv).norm_rope_write
+        if isinstance(attention, CachedRows) and write is not None:
             # Only the shapes of these views are read.
             heads = qkv.unflatten(-1, (-1, self.heads.size))
             key, value = heads[:, self.heads.num_query :].chunk(2, 1)
             keys, values = attention.pages.of_layer(self.layer, key, value)
-            query = triton_layers.norm_rope_write(qkv, self.heads, rotary, attention.rows, keys, values)
+            query = write(qkv, self.heads, rotary, attention.rows, keys, values)
             return attention.read(query, keys, values, self.form).flatten(1)
         query, key, value = norm_rope_plainly(qkv, self.heads, rotary)
         return attention.attend(self.layer, query, key, value, self.form).flatten(1)

@@ -198,6 +198,16 @@ def make_batcher(num_pages: int, max_step_tokens: int, num_slots: int = 99) -> B
     )
 
 
+def served(budgets: tuple[int, int, int, int], sizes: list[tuple[int, int, int]]) -> tuple[Bench, list[list[Request]]]:
+    """A bench that has finished groups of these sizes, and the groups."""
+    bench = Bench(*budgets)
+    groups = [make_group(f"g{number}", *size) for number, size in enumerate(sizes)]
+    for requests in groups:
+        bench.submit(requests)
+    bench.finish()
+    return bench, groups
+
+
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 20), st.integers(1, 20))
 BUDGETS = st.tuples(st.integers(10, 40), st.integers(1, 24), st.integers(1, 9), st.integers(0, 1))
 AMPLE = st.tuples(st.just(400), st.integers(1, 24), st.integers(1, 30), st.integers(0, 1))
@@ -208,11 +218,7 @@ AMPLE = st.tuples(st.just(400), st.integers(1, 24), st.integers(1, 30), st.integ
 def test_every_request_ends_once_however_few_pages_there_are(
     budgets: tuple[int, int, int, int], sizes: list[tuple[int, int, int]]
 ) -> None:
-    bench = Bench(*budgets)
-    groups = [make_group(f"g{number}", *size) for number, size in enumerate(sizes)]
-    for requests in groups:
-        bench.submit(requests)
-    bench.finish()
+    bench, groups = served(budgets, sizes)
     assert set(bench.done) == {request.uid for requests in groups for request in requests}
 
 
@@ -221,11 +227,7 @@ def test_every_request_ends_once_however_few_pages_there_are(
 def test_with_pages_for_all_every_prompt_is_computed_once_but_for_its_last_token(
     budgets: tuple[int, int, int, int], sizes: list[tuple[int, int, int]]
 ) -> None:
-    bench = Bench(*budgets)
-    groups = [make_group(f"g{number}", *size) for number, size in enumerate(sizes)]
-    for requests in groups:
-        bench.submit(requests)
-    bench.finish()
+    bench, groups = served(budgets, sizes)
     assert bench.batcher.num_preempted == 0
     prompts = sum(len(requests[0].prompt_ids) + len(requests) - 1 for requests in groups)
     decoded = sum(len(rollout.token_ids) - 1 for rollout in bench.done.values())

@@ -6,7 +6,6 @@ Without a CUDA device the Triton kernels run in Triton's interpreter, on small i
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Callable
 
@@ -14,9 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
 from slipstream.engine import sampling
 from slipstream.engine.sampling import (

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import FAMILIES as TINY
-from tiny_models import VOCABULARY, build_family, family_config
+from tiny_models import VOCABULARY, build_family, family_config, packed_rows
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -23,9 +22,7 @@ from slipstream.models.recognise import fuse, is_fused
 from slipstream.models.weights import fingerprint, named_weights, write_weights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Where the Triton kernels run here: without a GPU, in Triton's interpreter, to be chosen before Triton is imported."""
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+"""Where the Triton kernels run here: without a GPU, in Triton's interpreter (conftest.py)."""
 
 WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
@@ -136,20 +133,7 @@ def table() -> Tensor:
 
 
 def pack(cuts: Sequence[tuple[int, int, int]], device: str | torch.device = "cpu") -> PackedRows:
-    """Rows of (slot, first position, tokens), and some padding."""
-    ends = [0]
-    for _, _, length in cuts:
-        ends.append(ends[-1] + length)
-    slots = [slot for slot, _, length in cuts for _ in range(length)] + [3] * PADDING
-    positions = [start + i for _, start, length in cuts for i in range(length)] + [0] * PADDING
-    return PackedRows(
-        slot_T=torch.tensor(slots, device=device),
-        position_T=torch.tensor(positions, device=device),
-        slot_R=torch.tensor([slot for slot, _, _ in cuts], device=device),
-        start_R1=torch.tensor(ends, dtype=torch.int32, device=device),
-        length_R=torch.tensor([start + length for _, start, length in cuts], dtype=torch.int32, device=device),
-        table_SW=table().to(device),
-    )
+    return packed_rows(cuts, table().to(device), num_padding=PADDING)
 
 
 def forward(model: PreTrainedModel, pages: KVPages, cuts: Sequence[tuple[int, int, int]]) -> Tensor:

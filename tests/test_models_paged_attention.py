@@ -5,7 +5,6 @@ Axes as in `models/paged_attention.py`.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -14,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from slipstream.models.attention import AttentionForm

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 from slipstream.engine.pages import PagePool
@@ -116,14 +116,11 @@ class Batcher:
 
     def send_back_unbegun(self) -> None:
         """Seated sequences without a token of their own go back to wait: their keys are no longer right."""
-        for sequence in sorted(self._seated.values(), key=lambda sequence: -sequence.seat):
-            if not sequence.token_ids:
-                self._send_back(sequence)
+        self._send_back(sequence for sequence in self._seated.values() if not sequence.token_ids)
 
     def send_back_running(self) -> None:
         """Running sequences give up slot and pages, and wait with the tokens they have, oldest first."""
-        for sequence in sorted(self._seated.values(), key=lambda sequence: -sequence.seat):
-            self._send_back(sequence)
+        self._send_back(self._seated.values())
 
     def forget_prompts(self) -> None:
         """Keys of computed prompts are no longer right for sequences that have not begun."""
@@ -314,7 +311,7 @@ class Batcher:
                 assert needed <= self.pool.num_free, "one sequence fits into all pages"
                 break
             self.num_preempted += 1
-            self._send_back(youngest)
+            self._send_back([youngest])
             if youngest is sequence:
                 return []
         if needed <= 0:
@@ -323,10 +320,11 @@ class Batcher:
         sequence.pages += self.pool.take(needed)
         return [(sequence.slot, index, sequence.pages[index]) for index in range(first, len(sequence.pages))]
 
-    def _send_back(self, sequence: Running) -> None:
-        """Out of its slot, first in the queue: its keys will be computed again, its tokens stay."""
-        self._unseat(sequence)
-        self._groups.appendleft(Group(deque([sequence])))
+    def _send_back(self, sequences: Iterable[Running]) -> None:
+        """Out of their slots, first in the queue, the oldest at its head: keys are computed again, tokens stay."""
+        for sequence in sorted(sequences, key=lambda sequence: -sequence.seat):
+            self._unseat(sequence)
+            self._groups.appendleft(Group(deque([sequence])))
 
     def _unseat(self, sequence: Running) -> None:
         for group in self._groups:

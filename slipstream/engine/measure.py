@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -34,9 +33,6 @@ class EngineTiming:
     num_graphs: int
     graph_bytes: int
     kv_bytes: int
-
-    def as_row(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def time_decoding(engine: Engine, batch: int, new_tokens: int, bytes_per_s: float) -> EngineTiming:

@@ -53,6 +53,11 @@ def attending(attention: Attention) -> Iterator[None]:
         _current.pop()
 
 
+def current_attention() -> Attention:
+    assert _current, "the model was called outside `attending(...)`"
+    return _current[-1]
+
+
 def _registered(
     module: nn.Module,
     query: Tensor,
@@ -65,7 +70,7 @@ def _registered(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    assert _current, "the model was called outside `attending(...)`"
+    attention = current_attention()
     assert query.shape[0] == 1, "packed batches have one row"
     if attention_mask is not None:
         raise ValueError(f"{type(module).__name__} makes an attention mask of its own, which the engine cannot serve")
@@ -73,7 +78,7 @@ def _registered(
     query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     layer = module.layer_idx
     assert isinstance(layer, int)
-    return _current[-1].attend(layer, query_THD, key_TKD, value_TKD, form).unsqueeze(0), None
+    return attention.attend(layer, query_THD, key_TKD, value_TKD, form).unsqueeze(0), None
 
 
 # cuDNN plans anew for every shape, and every document and decode step has a shape of its own here: ten times slower.

@@ -1,8 +1,8 @@
 """Decoder layers in ten kernels instead of fifty: their fused forward, for the layers that `recognise.py` knows.
 
-Owns the storage that stacked products share, the fused forward, and the plain twins of the kernels in
-`triton_layers.py`. Parameters keep their names, shapes and identity but become views of the stacked storage, so a
-weight is written once, in place. A fused model has no backward, and must not be moved or cast.
+Owns the fused forward and the plain twins of the kernels in `triton_layers.py` and `cpu_layers.py`; the products and
+their storage are in `products.py`. Parameters keep their names, shapes and identity. A fused model has no backward, and
+must not be moved or cast.
 
 Axes: T packed tokens, N hidden size, H query heads, K key/value heads, D head size, R rotated part of a head.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from slipstream.models import cpu_layers
-from slipstream.models.attention import AttentionForm, _current
+from slipstream.models.attention import AttentionForm, current_attention
 from slipstream.models.cached import CachedRows
 from slipstream.models.products import Product
 
@@ -178,8 +178,7 @@ class FusedLayer:
         return self.handover.give(x_TN.unsqueeze(0), self.next_norm, normed_TN)
 
     def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        assert _current, "the model was called outside `attending(...)`"
-        attention = _current[-1]
+        attention = current_attention()
         write = kernels_for(qkv).norm_rope_write
         if isinstance(attention, CachedRows) and write is not None:
             # Only the shapes of these views are read.

@@ -6,6 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def bench_engines(
         for batch in batches:
             with console.status(f"{shape}, batch {batch}"):
                 timing = time_decoding(engine, batch, new_tokens, bandwidth)
-            rows.append({"shape": shape, "load_s": load_s, **timing.as_row()})
+            rows.append({"shape": shape, "load_s": load_s, **asdict(timing)})
             table.add_row(
                 shape,
                 str(batch),

@@ -96,6 +96,26 @@ def test_new_weights_reach_captured_graphs() -> None:
     assert generate(engine, GROUPS) == before
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_an_engine_that_slept_generates_the_same(weights: bool) -> None:
+    model = random_model("smollm2-135m", dtype=torch.bfloat16, device=torch.device("cuda"))
+    engine = Engine(model, max_sequences=32, max_length=192)
+    before = generate(engine, GROUPS)
+    kept = [(name, tensor.clone()) for name, tensor in named_weights(model)]
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    for _ in range(2):
+        engine.submit(GROUPS[0])
+        for _ in range(20):
+            engine.step()
+        engine.sleep(weights=weights)
+        freed = held - torch.cuda.memory_allocated()
+        assert freed > (sum(tensor.nbytes for _, tensor in kept) if weights else 0)
+        engine.apply_weights(kept, 0)
+        assert generate(engine, GROUPS[1:]) == before
+        assert engine.facts().num_graphs > 0
+
+
 def test_logits_that_are_not_numbers_are_an_error_on_the_gpu_too() -> None:
     model = random_model("smollm2-135m", dtype=torch.bfloat16, device=torch.device("cuda"))
     engine = Engine(model, max_sequences=8, max_length=192)

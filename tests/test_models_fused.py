@@ -398,7 +398,7 @@ def test_the_add_norm_kernel_equals_its_twin(kind: str, dtype: torch.dtype, size
         for got, wanted in zip(either.add_norm(x, *case), fused.add_norm_plainly(x, *case), strict=True):
             assert (got is None) == (wanted is None)
             if got is not None and wanted is not None:
-                assert got.dtype == dtype and relative_error(got, wanted) < DTYPES[dtype]
+                assert got.dtype == dtype and relative_error(got, wanted) < 2 * DTYPES[dtype]  # two roundings
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,14 +9,17 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 from slipstream.models import small_product as module
+from slipstream.models.fused import Activation
 from slipstream.models.precision import use_batch_invariant_products
+from slipstream.models.products import MOST_FEW_ROWS
 from slipstream.models.shapes import SHAPES
-from slipstream.models.small_product import MAX_ROWS, TALL, WIDE, agrees, small_product, tiling
+from slipstream.models.small_product import agrees, small_product, tiling
+from slipstream.models.triton_layers import act_mul
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, MAX_ROWS])
+@pytest.mark.parametrize("num_rows", [1, 3, MOST_FEW_ROWS])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(40, 32), (16, 560), (33, 272)])
 def test_a_product_of_few_rows_is_torchs(num_rows: int, has_bias: bool, num_outputs: int, num_inputs: int) -> None:
@@ -28,8 +31,17 @@ def test_a_product_of_few_rows_is_torchs(num_rows: int, has_bias: bool, num_outp
     torch.testing.assert_close(got.double(), wanted, rtol=2e-3, atol=2e-2)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gates_in_the_same_kernel_change_no_bit(activation: Activation, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(size, device=DEVICE).half() for size in ((5, 272), (2 * 40, 272), (2 * 40,)))
+    got = small_product(x, weight, bias if has_bias else None, activation)
+    assert torch.equal(got, act_mul(small_product(x, weight, bias if has_bias else None), activation))
+
+
 def test_only_shapes_that_gain_are_cut() -> None:
-    assert tiling(960, 576) == tiling(1536, 8960) == TALL and tiling(17920, 1536) == WIDE
+    assert tiling(960, 576) and tiling(1536, 8960) and tiling(17920, 1536)
     assert tiling(8192, 8192) is None and tiling(3584, 18944) is None and tiling(960, 570) is None
 
 
@@ -62,6 +74,7 @@ def test_bits_are_those_of_cublas_for_every_weight_of_a_layer(shape: str) -> Non
         (hidden, hidden, False),
         (2 * inner, hidden, False),
         (hidden, inner, False),
+        (config["vocab_size"], hidden, False),
     ):
         if tiling(num_outputs, num_inputs) is not None:
             assert agrees(num_outputs, num_inputs, bias, torch.bfloat16, DEVICE), (num_outputs, num_inputs)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream import rng
 from slipstream.engine.sampling import SamplingRows
+from slipstream.models.launching import await_inputs, overlap
 
 BLOCK_TOKENS = 1024
 MIX_A = tl.constexpr(rng.MIX_A)
@@ -50,18 +51,21 @@ def sample_by_triton(logits_NV: Tensor, rows: SamplingRows, threshold_N: Tensor)
         # x is a rounded product and the score a rounded sum: fused into one operation they would round once, and a
         # near tie could fall otherwise than on the CPU.
         enable_fp_fusion=False,
+        **overlap(logits_NV.device),
     )
     _merge_blocks[(num_rows,)](
-        numbers_N4B, winners_NB, tokens_N, logprobs_N, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks)
-    )
+        numbers_N4B, winners_NB, tokens_N, logprobs_N, num_blocks,
+        BLOCKS=triton.next_power_of_2(num_blocks), **overlap(logits_NV.device),
+    )  # fmt: skip
     return tokens_N, logprobs_N
 
 
 @triton.jit
 def _score_blocks(  # type: ignore[no-untyped-def]
     logits_ptr, seed_ptr, position_ptr, inverse_temperature_ptr, greedy_ptr, threshold_ptr, numbers_ptr, winners_ptr,
-    row_stride, vocab_size, num_blocks, BLOCK: tl.constexpr,
+    row_stride, vocab_size, num_blocks, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -88,8 +92,9 @@ def _score_blocks(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _merge_blocks(  # type: ignore[no-untyped-def]
-    numbers_ptr, winners_ptr, tokens_ptr, logprobs_ptr, num_blocks, BLOCKS: tl.constexpr
-):
+    numbers_ptr, winners_ptr, tokens_ptr, logprobs_ptr, num_blocks, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    await_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     real = block < num_blocks

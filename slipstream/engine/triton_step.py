@@ -18,6 +18,7 @@ from slipstream.engine.batcher import MAX_STOP_TOKENS
 from slipstream.engine.sampling import SamplingRows
 from slipstream.engine.state import NO_TOKEN, StepState
 from slipstream.models.cached import PackedRows
+from slipstream.models.launching import await_inputs, overlap
 
 TOKEN_BLOCK = 128
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -47,13 +48,13 @@ def pack(state: StepState, num_tokens: int, num_rows: int) -> tuple[Tensor, Pack
         state["top_k"], state["top_p"], state["min_p"], state.report,
         slot_R, start_R1, length_R, sampling.seed_N2, sampling.position_N, sampling.inverse_temperature_N,
         sampling.greedy_N, sampling.top_k_N, sampling.top_p_N, sampling.min_p_N,
-        num_lines, num_rows, BLOCK=triton.next_power_of_2(max(num_lines, num_rows + 1)), num_warps=8,
+        num_lines, num_rows, BLOCK=triton.next_power_of_2(max(num_lines, num_rows + 1)), num_warps=8, **overlap(device),
     )  # fmt: skip
     ids_T, slot_T, position_T = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(3))
     tokens = state["tokens"]
     _place_tokens[(triton.cdiv(num_tokens, TOKEN_BLOCK),)](
         start_R1, slot_R, state["computed"], tokens, ids_T, slot_T, position_T,
-        num_tokens, num_rows, state.trash_slot, tokens.shape[1], BLOCK=TOKEN_BLOCK,
+        num_tokens, num_rows, state.trash_slot, tokens.shape[1], BLOCK=TOKEN_BLOCK, **overlap(device),
     )  # fmt: skip
     return ids_T, PackedRows(slot_T, position_T, slot_R, start_R1, length_R, state["table"]), sampling
 
@@ -65,7 +66,7 @@ def commit(state: StepState, rows: PackedRows, tokens_R: Tensor, logprobs_R: Ten
         rows.slot_R, rows.length_R, tokens_R, logprobs_R,
         state["known"], state["computed"], state["limit"], state["live"], state["scripted"], state["stops"],
         buffer, state.report, num_rows, state.num_slots + 1, buffer.shape[1],
-        STOPS=MAX_STOP_TOKENS, BLOCK=triton.next_power_of_2(num_rows), num_warps=8,
+        STOPS=MAX_STOP_TOKENS, BLOCK=triton.next_power_of_2(num_rows), num_warps=8, **overlap(buffer.device),
     )  # fmt: skip
 
 
@@ -74,9 +75,10 @@ def _find_rows(
     known_ptr, computed_ptr, allotted_ptr, live_ptr, low_ptr, high_ptr, inverse_ptr, greedy_ptr,
     top_k_ptr, top_p_ptr, min_p_ptr, report_ptr,
     slot_out, start_out, length_out, seed_out, position_out, inverse_out, greedy_out, top_k_out, top_p_out, min_p_out,
-    num_lines, num_rows, BLOCK: tl.constexpr,
+    num_lines, num_rows, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Slots that run move to the front, in order, with all that their rows need; other rows are the trash slot's."""
+    await_inputs(OVERLAPS)
     slot = tl.arange(0, BLOCK)
     here = slot < num_lines
     known = tl.load(known_ptr + slot, here, other=0)
@@ -123,8 +125,9 @@ def _find_rows(
 @triton.jit
 def _place_tokens(
     start_ptr, slot_ptr, computed_ptr, tokens_ptr, ids_out, slot_out, position_out,
-    num_tokens, num_rows, trash_slot, max_length, BLOCK: tl.constexpr,
+    num_tokens, num_rows, trash_slot, max_length, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(OVERLAPS)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = token < num_tokens
     # The row of a token: as many rows as end at or before it.
@@ -152,7 +155,9 @@ def _place_tokens(
 def _commit(
     slot_ptr, length_ptr, tokens_ptr, logprobs_ptr, known_ptr, computed_ptr, limit_ptr, live_ptr, scripted_ptr,
     stops_ptr, buffer_ptr, report_ptr, num_rows, num_lines, max_length, STOPS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(OVERLAPS)
     row = tl.arange(0, BLOCK)
     slot = tl.load(slot_ptr + row, row < num_rows, other=0)
     real = (row < num_rows) & (slot < num_lines - 1)

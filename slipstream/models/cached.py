@@ -50,6 +50,8 @@ class KVPages:
     num_pages: int
     page_tokens: int
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    arrivals: Tensor | None = None
+    """On a GPU, what the attention kernel counts with; one for all layers, since they run one after another."""
 
     @property
     def trash_page(self) -> int:
@@ -69,6 +71,10 @@ class KVPages:
             shapes = ((self.num_pages + 1, new.shape[1], self.page_tokens, new.shape[2]) for new in (key, value))
             keys, values = (torch.zeros(shape, dtype=dtype, device=key.device) for shape in shapes)
             self.layers[layer] = keys, values
+            if key.is_cuda and self.arrivals is None:
+                from slipstream.models.paged_attention import new_arrivals
+
+                self.arrivals = new_arrivals(key.device)
         return self.layers[layer]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
@@ -100,7 +106,7 @@ class CachedRows:
         if query.device.type == "cuda":
             from slipstream.models.paged_attention import attend_paged
 
-            return attend_paged(query, keys, values, self.rows, form)
+            return attend_paged(query, keys, values, self.rows, form, arrivals=self.pages.arrivals)
         return attend_rows_plainly(query, keys, values, self.rows, form)
 
     def _read_on_cpu(self, query: Tensor, keys: Tensor, values: Tensor, form: AttentionForm) -> Tensor:

@@ -4,7 +4,8 @@ Owns the fused forward and the plain twins of the kernels in `triton_layers.py` 
 their storage are in `products.py`. Parameters keep their names, shapes and identity. A fused model has no backward, and
 must not be moved or cast.
 
-Axes: T packed tokens, N hidden size, H query heads, K key/value heads, D head size, R rotated part of a head.
+Axes: T packed tokens, N hidden size, I inner size of the MLP, H query heads, K key/value heads, D head size, R rotated
+part of a head.
 """
 
 from __future__ import annotations
@@ -172,8 +173,8 @@ class FusedLayer:
         normed_TN = self.handover.take(hidden_states, self.before_attention)
         delta_TN = self.output(self._attend(self.qkv(normed_TN), rotary))
         x_TN, normed_TN = kernels.add_norm(x_TN, delta_TN, self.after_attention, scale, self.before_mlp)
-        gate_up = self.gate_up(x_TN if normed_TN is None else normed_TN)
-        delta_TN = self.down(kernels.act_mul(gate_up, self.activation))
+        inner_TI = self.gate_up.activated(x_TN if normed_TN is None else normed_TN, self.activation, kernels.act_mul)
+        delta_TN = self.down(inner_TI)
         x_TN, normed_TN = kernels.add_norm(x_TN, delta_TN, self.after_mlp, scale, self.next_norm)
         return self.handover.give(x_TN.unsqueeze(0), self.next_norm, normed_TN)
 

@@ -3,6 +3,8 @@
 Owns the kernels and their launch; `cached.py` owns the pages and the plain twin. The launch depends on shapes alone, so
 that a CUDA graph can hold it; a kernel compiles at its first call, which must come before a capture.
 
+Where rows are few, several programs share a block's splits, and the last of them to arrive joins what all have left.
+
 Invariant: a token's bits depend on its own query, position and keys alone. Its keys are cut into splits of fixed size
 at absolute positions; each is summed page by page, and they are joined in order, whoever summed them. Masked keys add
 exact zeros, sums over keys are dots (whose order depends neither on warps nor on block rows), and no compiler may fuse
@@ -25,13 +27,16 @@ from torch import Tensor
 
 from slipstream.models.attention import AttentionForm
 from slipstream.models.cached import PackedRows
+from slipstream.models.launching import await_inputs, overlap
 
-SPLIT_TOKENS = 512
+SPLIT_TOKENS = 256
 """Keys of one split. Another number gives other bits."""
-TARGET_PROGRAMS = 8 * 132
+PROGRAMS_PER_PROCESSOR = 8
 """Enough to fill a GPU. Where rows and heads are fewer, several programs share the splits of a block of rows."""
 MAX_PARTIAL_BYTES = 256 * 2**20
 """Splits are not shared where their float32 results would be larger: a long prefill has programs enough without."""
+JOINED_ROWS = 128
+"""Rows of partial results that one program reads at a time, so that it does not wait for each split by itself."""
 BUFFER_SHARE = 0.57
 """Of the shared memory a program may ask for, the part that holds pages on their way (128 of Hopper's 227 KiB)."""
 
@@ -46,12 +51,14 @@ def attend_paged(
     rows: PackedRows,
     form: AttentionForm,
     *,
+    arrivals: Tensor | None = None,
     split_tokens: int = SPLIT_TOKENS,
     num_workers: int | None = None,
 ) -> Tensor:
     """Every token's attention to positions 0..own of its slot: [T, H, D of values]; zeros for padding tokens.
 
     `num_workers` programs share the splits of a block of rows (by default as many as fill the GPU); bits are the same.
+    `arrivals`: from `new_arrivals`, may not serve two calls at a time; by default made anew.
     """
     num_tokens, num_heads, key_size = query_THD.shape
     _, num_kv_heads, page_tokens, value_size = values_PKCD.shape
@@ -71,44 +78,48 @@ def attend_paged(
     partial_shape = num_tokens, num_heads, num_splits
     if num_workers is None:
         small = math.prod(partial_shape) * (value_size + 2) * 4 <= MAX_PARTIAL_BYTES
-        num_workers = TARGET_PROGRAMS // (min(num_blocks, num_tokens) * num_kv_heads) if small else 1
+        num_workers = _programs(query_THD.device) // (min(num_blocks, num_tokens) * num_kv_heads) if small else 1
     num_workers = max(1, min(num_workers, num_splits))
     is_shared = num_workers > 1
 
-    new = query_THD.new_empty if is_shared else query_THD.new_zeros  # only where splits are joined is padding written
-    out = new(num_tokens, num_heads, value_size)
+    out = query_THD.new_empty(num_tokens, num_heads, value_size)
     peaks, weights, mixes = out, out, out
     if is_shared:
+        if arrivals is None:
+            arrivals = new_arrivals(out.device, num_blocks * num_kv_heads)
+        assert num_blocks * num_kv_heads <= arrivals.numel()
         peaks, weights = (torch.empty(partial_shape, dtype=torch.float32, device=out.device) for _ in range(2))
         mixes = torch.empty(*partial_shape, value_size, dtype=torch.float32, device=out.device)
     sinks = out if form.sinks_H is None else form.sinks_H.contiguous()
     padded_key_size, padded_value_size = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
     page_bytes = page_tokens * (padded_key_size + padded_value_size) * keys_PKCD.element_size()
     num_buffers = min(2, int(BUFFER_SHARE * _shared_bytes(query_THD.device)) // page_bytes)
-    common = {
-        "WINDOW": form.sliding_window or 0,
-        "SPLIT_TOKENS": split_tokens,
-        "VALUE_SIZE": value_size,
-        "PADDED_VALUE_SIZE": padded_value_size,
-        "HAS_SINKS": form.sinks_H is not None,
-        "num_warps": 4,
-        "enable_fp_fusion": False,
-    }
     _attend_splits[(num_blocks, num_kv_heads, num_workers)](
         query_THD, keys_PKCD, values_PKCD, rows.start_R1, rows.length_R, rows.slot_R, rows.table_SW, sinks,
-        out, peaks, weights, mixes, form.scaling, query_THD.stride(0), query_THD.stride(1),
-        num_rows, num_kv_heads, table_width, num_splits, num_workers,
+        out, peaks, weights, mixes, out if arrivals is None else arrivals,
+        form.scaling, query_THD.stride(0), query_THD.stride(1),
+        num_tokens, num_rows, num_kv_heads, table_width, num_splits, num_workers,
         IS_SHARED=is_shared, GROUP=group, BLOCK_ROWS=block_rows, BLOCK_TOKENS=block_tokens, PAGE_TOKENS=page_tokens,
-        KEY_SIZE=key_size, PADDED_KEY_SIZE=padded_key_size, SOFTCAP=form.softcap or 0.0,
-        num_stages=1 + 2 * num_buffers, **common,  # two stages each: a page's number is fetched, then its content
+        SPLIT_TOKENS=split_tokens, KEY_SIZE=key_size, PADDED_KEY_SIZE=padded_key_size, VALUE_SIZE=value_size,
+        PADDED_VALUE_SIZE=padded_value_size, WINDOW=form.sliding_window or 0, SOFTCAP=form.softcap or 0.0,
+        HAS_SINKS=form.sinks_H is not None, JOINED_AT_ONCE=max(1, JOINED_ROWS // block_rows),
+        num_stages=1 + 2 * num_buffers,  # two stages each: a page's number is fetched, then its content
+        num_warps=4, enable_fp_fusion=False, **overlap(out.device),
     )  # fmt: skip
-    if is_shared:
-        block_heads = min(16, triton.next_power_of_2(num_heads))
-        _join_splits[(num_tokens, triton.cdiv(num_heads, block_heads))](
-            rows.start_R1, rows.position_T, sinks, out, peaks, weights, mixes, num_rows, num_heads, num_splits,
-            BLOCK_HEADS=block_heads, **common,
-        )  # fmt: skip
     return out
+
+
+def new_arrivals(device: torch.device, num_shared: int | None = None) -> Tensor:
+    """Counters of the programs that have done their part, one for a block of rows and a key/value head; zeros again
+    after every call. By default as many as are shared at most."""
+    return torch.zeros(num_shared or 2 * _programs(device), dtype=torch.int32, device=device)
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    """How many fill the device."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return int(PROGRAMS_PER_PROCESSOR * processors)
 
 
 @cache
@@ -159,29 +170,39 @@ def _normalise(peak_M, weight_M, mix_MV, sinks, head_M, valid_M, HAS_SINKS: tl.c
     return mix_MV / tl.where(weight_M > 0.0, weight_M, 1.0)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_kv_heads", "table_width", "num_splits", "num_workers"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_kv_heads", "table_width", "num_splits", "num_workers"])
 def _attend_splits(  # type: ignore[no-untyped-def]
-    query, keys, values, starts, lengths, slots, table, sinks, out, peaks, weights, mixes,
-    scaling, query_token_stride, query_head_stride, num_rows, num_kv_heads, table_width, num_splits, num_workers,
+    query, keys, values, starts, lengths, slots, table, sinks, out, peaks, weights, mixes, arrivals,
+    scaling, query_token_stride, query_head_stride,
+    num_tokens, num_rows, num_kv_heads, table_width, num_splits, num_workers,
     IS_SHARED: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, KEY_SIZE: tl.constexpr, PADDED_KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr, PADDED_VALUE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, JOINED_AT_ONCE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One block of a row's tokens, with the query heads of one key/value head, over every num_workers-th split."""
+    await_inputs(OVERLAPS)
     block, kv_head, worker = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    index_M = tl.arange(0, BLOCK_ROWS)
+    index_V = tl.arange(0, PADDED_VALUE_SIZE)
+    head_M = kv_head * GROUP + index_M % GROUP
+    total = tl.load(starts + num_rows)
+    if (worker == 0) & ((block + 1) * BLOCK_TOKENS > total):
+        padding_M = block * BLOCK_TOKENS + index_M // GROUP
+        empty_M = (padding_M >= total) & (padding_M < num_tokens) & (index_M < BLOCK_TOKENS * GROUP)
+        at_MV = (padding_M * num_kv_heads * GROUP + head_M)[:, None] * VALUE_SIZE + index_V[None, :]
+        zeros_MV = tl.zeros([BLOCK_ROWS, PADDED_VALUE_SIZE], out.dtype.element_ty)
+        tl.store(out + at_MV, zeros_MV, mask=empty_M[:, None] & (index_V < VALUE_SIZE)[None, :])
+
     row = _find_row(starts, num_rows, block, BLOCK_TOKENS)
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start
     length = tl.load(lengths + row)
     first_token = (block - start // BLOCK_TOKENS - row) * BLOCK_TOKENS
     if first_token < count:
-        index_M = tl.arange(0, BLOCK_ROWS)
         index_C = tl.arange(0, PAGE_TOKENS)
         index_D = tl.arange(0, PADDED_KEY_SIZE)
-        index_V = tl.arange(0, PADDED_VALUE_SIZE)
         token_M = first_token + index_M // GROUP
-        head_M = kv_head * GROUP + index_M % GROUP
         valid_M = (token_M < count) & (index_M < BLOCK_TOKENS * GROUP)
         position_M = tl.where(valid_M, length - count + token_M, -1)
         first_position = length - count + first_token
@@ -199,7 +220,8 @@ def _attend_splits(  # type: ignore[no-untyped-def]
         all_weight_M = tl.zeros([BLOCK_ROWS], tl.float32)
         all_mix_MV = tl.zeros([BLOCK_ROWS, PADDED_VALUE_SIZE], tl.float32)
 
-        for split in range(first_key // SPLIT_TOKENS + worker, last_position // SPLIT_TOKENS + 1, num_workers):
+        first_split, end_split = first_key // SPLIT_TOKENS, last_position // SPLIT_TOKENS + 1
+        for split in range(first_split + worker, end_split, num_workers):
             peak_M = tl.full([BLOCK_ROWS], NO_PEAK, tl.float32)
             weight_MO = tl.zeros([BLOCK_ROWS, 16], tl.float32)
             mix_MV = tl.zeros([BLOCK_ROWS, PADDED_VALUE_SIZE], tl.float32)
@@ -245,36 +267,29 @@ def _attend_splits(  # type: ignore[no-untyped-def]
                     all_peak_M, all_weight_M, all_mix_MV, peak_M, weight_M, mix_MV
                 )
 
-        if not IS_SHARED:
+        is_last = True
+        if IS_SHARED:
+            # The last to arrive sees what the others have stored: all threads' stores come before the count.
+            tl.debug_barrier()
+            here = arrivals + block * num_kv_heads + kv_head
+            is_last = tl.atomic_add(here, 1, sem="acq_rel") == num_workers - 1
+            if is_last:
+                tl.store(here, 0)
+                for chunk in range(first_split, end_split, JOINED_AT_ONCE):
+                    for index in tl.static_range(JOINED_AT_ONCE):
+                        split = chunk + index
+                        at_M = out_M * num_splits + split
+                        here_M = valid_M & (split + index_M * 0 < end_split)
+                        peak_M = tl.load(peaks + at_M, mask=here_M, other=NO_PEAK, cache_modifier=".cg")
+                        weight_M = tl.load(weights + at_M, mask=here_M, other=0.0, cache_modifier=".cg")
+                        mix_MV = tl.load(
+                            mixes + at_M[:, None] * VALUE_SIZE + index_V[None, :],
+                            mask=here_M[:, None] & (index_V < VALUE_SIZE)[None, :], other=0.0, cache_modifier=".cg",
+                        )  # fmt: skip
+                        all_peak_M, all_weight_M, all_mix_MV = _join(
+                            all_peak_M, all_weight_M, all_mix_MV, peak_M, weight_M, mix_MV
+                        )
+        if is_last:
             out_MV = _normalise(all_peak_M, all_weight_M, all_mix_MV, sinks, head_M, valid_M, HAS_SINKS)
             at_MV = out_M[:, None] * VALUE_SIZE + index_V[None, :]
             tl.store(out + at_MV, out_MV.to(out.dtype.element_ty), mask=writable_MV)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_heads", "num_splits"])
-def _join_splits(  # type: ignore[no-untyped-def]
-    starts, positions, sinks, out, peaks, weights, mixes, num_rows, num_heads, num_splits,
-    BLOCK_HEADS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, VALUE_SIZE: tl.constexpr, PADDED_VALUE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """The output of one token from the splits its own position says were computed; padding has none."""
-    token = tl.program_id(0)
-    head_M = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    index_V = tl.arange(0, PADDED_VALUE_SIZE)
-    valid_M = head_M < num_heads
-    valid_MV = valid_M[:, None] & (index_V < VALUE_SIZE)[None, :]
-    position = tl.load(positions + token).to(tl.int32)
-    num_joined = tl.where(token < tl.load(starts + num_rows), position // SPLIT_TOKENS + 1, 0)
-    first_split = tl.maximum(position - WINDOW + 1, 0) // SPLIT_TOKENS if WINDOW else 0
-    peak_M = tl.full([BLOCK_HEADS], NO_PEAK, tl.float32)
-    weight_M = tl.zeros([BLOCK_HEADS], tl.float32)
-    mix_MV = tl.zeros([BLOCK_HEADS, PADDED_VALUE_SIZE], tl.float32)
-    at_M = token * num_heads + head_M
-    for split in range(first_split, num_joined):
-        split_M = at_M * num_splits + split
-        next_peak_M = tl.load(peaks + split_M, mask=valid_M, other=NO_PEAK)
-        next_weight_M = tl.load(weights + split_M, mask=valid_M, other=0.0)
-        next_mix_MV = tl.load(mixes + split_M[:, None] * VALUE_SIZE + index_V[None, :], mask=valid_MV, other=0.0)
-        peak_M, weight_M, mix_MV = _join(peak_M, weight_M, mix_MV, next_peak_M, next_weight_M, next_mix_MV)
-    out_MV = _normalise(peak_M, weight_M, mix_MV, sinks, head_M, valid_M, HAS_SINKS)
-    tl.store(out + at_M[:, None] * VALUE_SIZE + index_V[None, :], out_MV.to(out.dtype.element_ty), mask=valid_MV)

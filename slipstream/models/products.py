@@ -10,16 +10,22 @@ shapes where this device was asked and keeps that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+if TYPE_CHECKING:
+    from slipstream.models.fused import Activation
+
 HEIGHTS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 64, 100)
 """Rows of a product on a CPU that are compared with the largest a step has."""
 MOST_ROWS = 128
+MOST_FEW_ROWS = 16
+"""More rows than this a GPU gives to cuBLAS."""
 
 
 class Product:
@@ -43,12 +49,21 @@ class Product:
             assert parameter.data_ptr() == stack.data_ptr() + offset, "weights moved or cast after fusing; fuse last"
         if self._packed is not None:
             return _packed_product(x, self._packed, self._bias)
-        if self._has_kernel:
-            from slipstream.models.small_product import MAX_ROWS, small_product
-
-            if x.dim() == 2 and len(x) <= MAX_ROWS:
-                return small_product(x, self._weight, self._bias)
+        if self._serves_few(x):
+            return self._of_few(x)
         return linear(x, self._weight, self._bias)
+
+    def activated(self, x: Tensor, activation: Activation, act_mul: Callable[[Tensor, Activation], Tensor]) -> Tensor:
+        """For gates and what they multiply: the whole of it in one kernel where there is one, else by `act_mul`."""
+        return self._of_few(x, activation) if self._serves_few(x) else act_mul(self(x), activation)
+
+    def _serves_few(self, x: Tensor) -> bool:
+        return self._has_kernel and x.numel() <= MOST_FEW_ROWS * x.shape[-1]
+
+    def _of_few(self, x: Tensor, activation: Activation | None = None) -> Tensor:
+        from slipstream.models.small_product import small_product  # a machine without a GPU may lack triton
+
+        return small_product(x.flatten(0, -2), self._weight, self._bias, activation).unflatten(0, x.shape[:-1])
 
     def __deepcopy__(self, memo: dict[int, object]) -> Product:
         raise AssertionError("a fused model was copied, and its products would stay with the original; fuse last")

@@ -83,7 +83,7 @@ class Fusion:
     reasons: tuple[str, ...]
     """Why the other layers are not fused, each reason once."""
     products: tuple[Product, ...] = ()
-    """All that are ours: those of fused layers, and on a CPU the head."""
+    """All that are ours: those of fused layers, and the head if all layers are fused."""
     has_head: bool = False
 
     @property
@@ -147,8 +147,7 @@ def _fuse(model: PreTrainedModel) -> Fusion:
         _join_last_norm(body.norm, fused[len(layers) - 1])
     products = [product for one in fused.values() for product in (one.qkv, one.output, one.gate_up, one.down)]
     head = model.get_output_embeddings()
-    plain_head = type(head) is nn.Linear and head.weight.device.type == "cpu" and "forward" not in vars(head)
-    fuses_head = plain_head and len(fused) == len(layers)
+    fuses_head = type(head) is nn.Linear and "forward" not in vars(head) and len(fused) == len(layers)
     if fuses_head:
         products.append(Product([head]))
         head.forward = products[-1]

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.models.cached import PackedRows
+from slipstream.models.launching import await_inputs, overlap
 
 if TYPE_CHECKING:
     from slipstream.models.fused import Activation, Heads, Norm
@@ -57,8 +58,9 @@ def _add_norm(
     SCALE: tl.constexpr, AFTER_EPS: tl.constexpr, BEFORE_EPS: tl.constexpr,
     ADDS: tl.constexpr, NORMS_AFTER: tl.constexpr, NORMS_BEFORE: tl.constexpr,
     WEIGHTED: tl.constexpr, ROUNDS_FIRST: tl.constexpr, PLUS_ONE: tl.constexpr, CENTRED: tl.constexpr,
-    N: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * N
     at = tl.arange(0, BLOCK)
     here = at < N
@@ -116,24 +118,34 @@ def add_norm(
         N=size,
         BLOCK=block,
         num_warps=4 if block <= 2048 else 8,
+        **overlap(x_TN.device),
     )
     return sum_TN, normed_TN
 
 
 @triton.jit
-def _act_mul(gate_up_ptr, out_ptr, SILU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def activate(gate, up, dtype: tl.constexpr, SILU: tl.constexpr):
+    """The activation of float32 gates, rounded to `dtype`, times `up`, rounded again."""
+    exponent = gate
+    if not SILU:
+        # x (1 + tanh u) / 2 = x / (1 + exp(-2u))
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    active = (gate / (1.0 + tl.exp(-exponent))).to(dtype).to(tl.float32)
+    return (active * up).to(dtype)
+
+
+@triton.jit
+def _act_mul(
+    gate_up_ptr, out_ptr, SILU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):  # fmt: skip
+    await_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = at < SIZE
     dtype = out_ptr.dtype.element_ty
     gate = tl.load(gate_up_ptr + token * 2 * SIZE + at, here, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + token * 2 * SIZE + SIZE + at, here, other=0.0).to(tl.float32)
-    exponent = gate
-    if not SILU:
-        # x (1 + tanh u) / 2 = x / (1 + exp(-2u))
-        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    active = (gate / (1.0 + tl.exp(-exponent))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + token * SIZE + at, (active * up).to(dtype), here)
+    tl.store(out_ptr + token * SIZE + at, activate(gate, up, dtype, SILU), here)
 
 
 def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -141,7 +153,7 @@ def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
     grid = num_tokens, triton.cdiv(size, ACT_BLOCK)
-    _act_mul[grid](gate_up, out, SILU=activation == "silu", SIZE=size, BLOCK=ACT_BLOCK)
+    _act_mul[grid](gate_up, out, SILU=activation == "silu", SIZE=size, BLOCK=ACT_BLOCK, **overlap(gate_up.device))
     return out
 
 
@@ -151,9 +163,10 @@ def _norm_rope_write(
     slot_ptr, position_ptr, table_ptr, table_stride,
     EPS: tl.constexpr, NORMS: tl.constexpr, AT_ONCE: tl.constexpr, ROUNDS_FIRST: tl.constexpr, PLUS_ONE: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program takes BLOCK_HEADS query, key or value heads of one token: the tiles of queries first, values last."""
+    await_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     QUERY_TILES: tl.constexpr = (H + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -253,5 +266,6 @@ def norm_rope_write(
         BLOCK_HEADS=block_heads,
         BLOCK_D=block_d,
         num_warps=4 if block_heads * block_d <= 2048 else 8,
+        **overlap(qkv.device),
     )
     return query

@@ -26,6 +26,7 @@ PHASES = {
     "timing_s/warmup": ("warm start", ORANGE),
     "timing_s/gen": ("rollout", BLUE),
     "timing_s/reward": ("reward", AQUA),
+    "timing_s/sleep": ("engine to sleep", GREY),
     "timing_s/update_actor": ("training", YELLOW),
     "timing_s/update_weights": ("weight update", GREEN),
     "timing_s/eval": ("evaluation", VIOLET),

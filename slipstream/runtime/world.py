@@ -161,7 +161,8 @@ class LocalWorld:
             return [StepTrained(action.step)]
         num_tokens = sum(len(sample.response_ids) for sample in samples)
         if self._config.engine.sleep != "off":
-            self._engine.sleep(weights=self._config.engine.sleep == "all")
+            with self._timed("sleep"):
+                self._engine.sleep(weights=self._config.engine.sleep == "all")
         with self._timed("update_actor"), self._console.phase(f"step {action.step} training", num_tokens) as advance:
             done = 0
 

@@ -114,6 +114,8 @@ class Trainer:
         if not samples:
             raise ValueError("a step needs at least one sample")
         self._enter("policy")
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         updates = split_by_group(samples, self.training.updates_per_step)
         # With one update the old policy is the current one, so its log-probabilities come with the forward.
         old = self.logprobs_of(samples) if len(updates) > 1 else {}
@@ -132,7 +134,10 @@ class Trainer:
         if on_progress is not None:
             on_progress(total, total)
         self.steps_done += 1
-        return {**mean_metrics(metrics), "actor/lr": lr}
+        named = {**mean_metrics(metrics), "actor/lr": lr}
+        if self.device.type == "cuda":
+            named["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+        return named
 
     def skip_step(self) -> None:
         """Count a step that had nothing to train on: the weights stay, the learning-rate schedule goes on."""

@@ -1,0 +1,97 @@
+"""Where the time of a steady decoding step goes on a GPU: its kernels, and the gaps between them.
+
+    python benchmarks/step_profile.py --shapes qwen2.5-1.5b --batches 1,64 --out benchmarks/results/step_profile.json
+
+Random weights, temperature 1. A gap is a stretch of the step in which no kernel runs. Kernels are launched before the
+one before has ended, so a kernel's time counts from that end on. Times are the profiler's, which slows the host but not
+the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from slipstream.engine.engine import Engine
+from slipstream.models.shapes import random_model
+from slipstream.rng import derive_seed
+from slipstream.types import Request, SamplingParams
+
+STEPS = 40
+CONTEXT = 300
+"""Tokens each sequence has when profiling begins."""
+
+
+def profile_decoding(engine: Engine, batch: int) -> dict[str, Any]:
+    sampling = SamplingParams(max_new_tokens=CONTEXT + 2 * STEPS)
+    for number in range(batch):
+        prompt = tuple(100 + derive_seed(number, place) % 40000 for place in range(16))
+        engine.submit([Request(f"{batch}/{number}", f"{batch}/{number}", prompt, derive_seed(number), sampling)])
+    for _ in range(CONTEXT):
+        engine.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+    while engine.has_work:
+        engine.step()
+    kernels = sorted(
+        ((e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_type.name == "CUDA"),
+    )
+    span_us = max(end for _, end, _ in kernels) - kernels[0][0]
+    time_us: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    largest_gap_us = 0.0
+    done = kernels[0][0]
+    for start, end, name in kernels:
+        largest_gap_us = max(largest_gap_us, start - done)
+        short = re.sub(r"<.*|\(.*", "", name)[:60]
+        time_us[short] += max(0.0, end - max(start, done))
+        calls[short] += 1
+        done = max(done, end)
+    return {
+        "batch": batch,
+        "step_us": span_us / STEPS,
+        "busy_us": sum(time_us.values()) / STEPS,
+        "kernels_per_step": len(kernels) / STEPS,
+        "largest_gap_us": largest_gap_us,
+        "largest_gap_share": largest_gap_us / (span_us / STEPS),
+        "kernels": [
+            {"name": name, "us_per_step": us / STEPS, "calls_per_step": calls[name] / STEPS}
+            for name, us in time_us.most_common(14)
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="smollm2-135m,qwen2.5-1.5b,qwen2.5-7b")
+    parser.add_argument("--batches", default="1,64")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    batches = [int(batch) for batch in arguments.batches.split(",")]
+    rows = []
+    for shape in arguments.shapes.split(","):
+        model = random_model(shape, dtype=torch.bfloat16, device=torch.device("cuda"))
+        engine = Engine(model, max_sequences=max(batches), max_length=CONTEXT + 2 * STEPS + 16)
+        for batch in batches:
+            row = {"shape": shape} | profile_decoding(engine, batch)
+            rows.append(row)
+            print(json.dumps({name: value for name, value in row.items() if name != "kernels"}))
+            for kernel in row["kernels"]:
+                print(f"  {kernel['us_per_step']:9.1f} us  x{kernel['calls_per_step']:<6.1f} {kernel['name']}")
+        del engine, model
+        torch.cuda.empty_cache()
+    arguments.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

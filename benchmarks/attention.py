@@ -79,7 +79,7 @@ def graph_s(call: Callable[[], object]) -> float:
 
 def errors(device: torch.device) -> list[dict[str, Any]]:
     """Largest difference from float64 relative to the largest number, three rows of a length at a time."""
-    results = []
+    results: list[dict[str, Any]] = []
     for heads in LAYOUTS:
         for length in LENGTHS:
             for width in WIDTHS:
@@ -95,7 +95,7 @@ def errors(device: torch.device) -> list[dict[str, Any]]:
 
 
 def bandwidths(device: torch.device) -> list[dict[str, Any]]:
-    results = []
+    results: list[dict[str, Any]] = []
     for heads in TIMED_LAYOUTS:
         for batch, length in (
             (1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 8192), (32, 8192), (1, 32768), (8, 32768),

@@ -10,14 +10,21 @@ import difflib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads a bare `off` as false."""
+        choices = get_args(cls.model_fields[info.field_name].annotation) if info.field_name else ()
+        return "off" if value is False and "off" in choices else value
 
 
 class TaskSet(Section):

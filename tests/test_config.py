@@ -130,6 +130,14 @@ def test_override_values_are_yaml(tmp_path: Path) -> None:
     assert config.tasks.train[0].source == "a=b"
 
 
+def test_off_is_a_word_where_it_is_a_choice_and_false_elsewhere(tmp_path: Path) -> None:
+    path = write(tmp_path, "r.yaml", tree(engine={"sleep": False}))
+    assert load_config(path).engine.sleep == load_config(path, ["engine.sleep=off"]).engine.sleep == "off"
+    assert load_config(path, ["engine.exact=off"]).engine.exact is False
+    with pytest.raises(ValueError, match=r"engine\.sleep"):
+        load_config(path, ["engine.sleep=on"])
+
+
 def test_an_empty_override_takes_an_optional_section_away(tmp_path: Path) -> None:
     path = write(tmp_path, "x.yaml", tree(warmup={"steps": 3}))
     assert load_config(path).warmup is not None and load_config(path, ["warmup="]).warmup is None

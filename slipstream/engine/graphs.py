@@ -1,11 +1,13 @@
 """CUDA graphs of the step, one for each padded size, captured when a size is met for the second time.
 
 The first time runs eagerly, which also compiles the kernels; prompts come in many sizes and most are met only once. All
-graphs share one memory pool, so the largest decides what they take. Past the budget, new sizes go on eagerly.
+graphs share one memory pool, so the largest decides what they take. Past the budget, new sizes go on eagerly, and a
+warning says so.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 
 import torch
@@ -15,6 +17,7 @@ class GraphPool:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.num_bytes = 0
+        self._spent = False
         self._met: set[Hashable] = set()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle()
@@ -30,6 +33,13 @@ class GraphPool:
         elif size in self._met and self.num_bytes < self.budget_bytes:
             self._capture(size, body).replay()
         else:
+            if size in self._met and not self._spent:
+                self._spent = True
+                warnings.warn(
+                    f"{len(self)} CUDA graphs take {self.num_bytes / 1e9:.1f} GB, all they may: steps of other sizes "
+                    "run without one, several times slower (fewer engine.max_sequences need fewer graphs)",
+                    stacklevel=2,
+                )
             self._met.add(size)
             body()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -23,7 +24,7 @@ from slipstream.models.shapes import SHAPES, random_model
 from slipstream.runtime.local import choose_device
 from slipstream.runtime.machine import installed_version
 
-COLUMNS = ("shape", "batch", "tok/s", "ms/step", "p90", "bandwidth", "graphs", "graph MB", "start s")
+COLUMNS = ("shape", "batch", "tok/s", "ms/step", "p90", "bandwidth", "graphs", "MB", "start s")
 
 
 def bench_engines(
@@ -47,7 +48,10 @@ def bench_engines(
     console = Console()
     bandwidth = read_bandwidth(device)
     rows: list[dict[str, Any]] = []
-    table = Table(*COLUMNS, title=f"{_device_name(device)}, {resolved}, copy {bandwidth / 1e12:.2f} TB/s")
+    title = f"{_device_name(device)}, {resolved}, copy {bandwidth / 1e12:.2f} TB/s"
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "shape" else "right", no_wrap=True)
     for shape in shapes:
         started = time.perf_counter()
         engine = Engine(

@@ -29,7 +29,7 @@ TASKS = {
         "smollm2-reasoner.yaml",
         ["warmup.steps=20", "engine.kv_tokens=null", f"tasks.train={SHORT}", "tasks.eval={}"],
     ),
-    "arithmetic": ("smollm2-arithmetic.yaml", []),
+    "arithmetic": ("smollm2-arithmetic.yaml", ["engine.max_sequences=128", "engine.kv_tokens=60000"]),
 }
 SHOWN = (
     "timing_s/gen", "timing_s/reward", "timing_s/sleep", "timing_s/update_actor", "timing_s/update_weights",

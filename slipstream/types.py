@@ -95,6 +95,9 @@ class Rollout:
     finish_reason: FinishReason
     first_version: int
     last_version: int
+    origins: tuple[int, ...] = field(default=(), compare=False)
+    """With a drafter, for each token: 0 if it was sampled, else the source of the draft that was accepted. How a
+    rollout was computed is no part of what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,10 @@ class EngineFacts:
     decode_tokens: int
     """Tokens sampled so far."""
     num_forwards: int
+    num_drafted: int
+    """Tokens that were drafted and verified so far."""
+    num_accepted: int
+    """Of these, those that were right."""
     num_preempted: int
     """Times a sequence gave up its pages to older ones, to be computed again."""
     forward_s: float

@@ -22,9 +22,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"types", "config", "rng"},
     "observe": {"types", "config", "rng"},
     "schedule": {"types", "config", "rng"},
+    "history": {"types", "config", "rng"},
     "engine": {"types", "config", "rng", "models"},
+    "draft": {"types", "config", "rng", "models", "engine", "history"},
     "train": {"types", "config", "rng", "models"},
-    "runtime": {"types", "config", "rng", "tasks", "models", "observe", "schedule", "engine", "train"},
+    "runtime": {
+        "types",
+        "config",
+        "rng",
+        "tasks",
+        "models",
+        "observe",
+        "schedule",
+        "history",
+        "engine",
+        "draft",
+        "train",
+    },
     "cli": {"types", "config", "rng", "tasks", "models", "observe", "schedule", "engine", "train", "runtime", TOP},
     TOP: {"types", "config", "runtime"},
 }
@@ -34,7 +48,13 @@ HEAVY = ("torch", "ray", "aiohttp", "transformers", "numba")
 PURE = {
     "the nouns": ["slipstream", "slipstream.types", "slipstream.rng", "slipstream.config"],
     "schedule": ["slipstream.schedule.events", "slipstream.schedule.order", "slipstream.schedule.scheduler"],
-    "engine": ["slipstream.engine.pages", "slipstream.engine.sequences", "slipstream.engine.batcher"],
+    "engine": [
+        "slipstream.engine.pages",
+        "slipstream.engine.sequences",
+        "slipstream.engine.batcher",
+        "slipstream.engine.strategy",
+    ],
+    "draft": ["slipstream.draft.shelves", "slipstream.draft.selector"],
     "train": ["slipstream.train.algorithms", "slipstream.train.packing"],
     "tasks": [
         f"slipstream.tasks.{name}" for name in ("procedural", "rows", "sources", "verifiers", "rewards", "grading")

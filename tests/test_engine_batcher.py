@@ -58,17 +58,27 @@ class DeviceSlot:
 class Bench:
     """A batcher with a fake device, whose pages hold tokens instead of keys; asserts the invariants at every step.
 
-    `lag`: how many steps are launched before the results of one are committed.
+    `lag`: how many steps are launched before the results of one are committed. `drafts`: of one step at most, and of
+    one sequence.
     """
 
-    def __init__(self, num_pages: int, max_step_tokens: int, num_slots: int = 99, lag: int = 0) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        max_step_tokens: int,
+        num_slots: int = 99,
+        lag: int = 0,
+        drafts: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.drafts = drafts
+        self.gained = 0
         self.batcher = make_batcher(num_pages, max_step_tokens, num_slots)
         self.lag = lag
         self.pages: list[list[int]] = [[-1] * PAGE_TOKENS for _ in range(num_pages)]
         self.slots: dict[int, DeviceSlot] = {}
         self.tables: dict[int, dict[int, int]] = {}
         self.allotted: dict[int, int] = {}
-        self.unread: deque[tuple[StepPlan, dict[int, int], int]] = deque()
+        self.unread: deque[tuple[StepPlan, dict[int, list[int]], int]] = deque()
         self.alive: dict[str, Request] = {}
         self.away: list[PartialRollout] = []
         self.done: dict[str, Rollout] = {}
@@ -93,7 +103,8 @@ class Bench:
         self.alive[partial.request.uid] = partial.request
 
     def step(self) -> StepPlan:
-        plan = self.batcher.plan()
+        plan = self.batcher.plan(*self.drafts)
+        assert plan.num_drafts <= self.drafts[0]
         assert plan.num_tokens <= self.batcher.max_step_tokens
         self.check_books()
         self.version += 1
@@ -120,38 +131,64 @@ class Bench:
             self.tables.setdefault(slot, {})[index] = page
         self.allotted |= dict(plan.allotments)
 
-    def run(self, plan: StepPlan) -> dict[int, int]:
-        """Every live slot runs its allotted tokens; what was sampled, by slot."""
-        report: dict[int, int] = {}
-        num_tokens = num_rows = 0
+    def run(self, plan: StepPlan) -> dict[int, list[int]]:
+        """Every live slot runs its allotted tokens, some with drafts, right and wrong; what was sampled, by slot."""
+        report: dict[int, list[int]] = {}
+        num_tokens = num_rows = num_drafts = 0
         for number, slot in self.slots.items():
-            count = min(self.allotted[number], len(slot.tokens) - slot.computed) if slot.live else 0
+            due = len(slot.tokens) - slot.computed
+            count = min(self.allotted[number], due) if slot.live else 0
             num_tokens, num_rows = num_tokens + count, num_rows + (count > 0)
-            for at in range(slot.computed, slot.computed + count):
-                self.pages[self.tables[number][at // PAGE_TOKENS]][at % PAGE_TOKENS] = slot.tokens[at]
+            samples = count > 0 and count == due
+            drafts: list[int] = []
+            if samples and due == 1:
+                drafts = self.guess(slot, min(self.allotted[number] - 1, plan.num_drafts - num_drafts))
+                num_drafts += len(drafts)
+            ran = (slot.tokens + drafts)[slot.computed : slot.computed + count + len(drafts)]
+            for at, token in enumerate(ran, slot.computed):
+                self.pages[self.tables[number][at // PAGE_TOKENS]][at % PAGE_TOKENS] = token
             slot.computed += count
+            if samples:
+                report[number] = self.sample(number, slot, drafts)
         self.computed += num_tokens
-        assert num_tokens <= plan.num_tokens and num_rows <= plan.num_rows, "the host's sizes are large enough"
-        for number, slot in self.slots.items():
-            if not slot.live or not self.allotted[number] or slot.computed < len(slot.tokens):
-                continue
-            request, known = slot.sequence.request, len(slot.tokens)
+        assert num_tokens + num_drafts <= plan.num_tokens and num_rows <= plan.num_rows, (
+            "the host's sizes are too small"
+        )
+        return report
+
+    def guess(self, slot: DeviceSlot, most: int) -> list[int]:
+        """What comes next, as far as a die says, and sometimes wrong."""
+        request, known = slot.sequence.request, len(slot.tokens)
+        most = min(most, len(request.prompt_ids) + request.sampling.max_new_tokens - known - 1)
+        dice = derive_seed(request.uid, known, self.version)
+        right = [drawn(request, known - len(request.prompt_ids) + ahead) for ahead in range(dice % (most + 1))]
+        return [token if derive_seed(token, self.version) % 4 else -7 for token in right]
+
+    def sample(self, number: int, slot: DeviceSlot, drafts: list[int]) -> list[int]:
+        """One token after those known, and one more after each draft that was right."""
+        request, new = slot.sequence.request, list[int]()
+        for draft in (*drafts, None):
+            known = len(slot.tokens)
             seen = [self.pages[self.tables[number][at // PAGE_TOKENS]][at % PAGE_TOKENS] for at in range(known)]
             assert seen == slot.tokens, "a sequence samples from its own tokens, all of them"
             token = drawn(request, known - len(request.prompt_ids))
             slot.tokens.append(token)
-            report[number] = token
+            new.append(token)
             over = (
                 token in request.sampling.stop_token_ids
                 or known + 1 == len(request.prompt_ids) + request.sampling.max_new_tokens
             )
             slot.live = not over
-        return report
+            if over or token != draft:
+                break
+        slot.computed = len(slot.tokens) - 1
+        self.gained += len(new) - 1
+        return new
 
     def read(self) -> None:
         plan, report, version = self.unread.popleft()
-        tokens = [report.get(slot, -2) for slot in range(200)]
-        logprobs = [float(token) for token in tokens]
+        tokens = [report.get(slot, []) for slot in range(200)]
+        logprobs = [[float(token) for token in line] for line in tokens]
         for rollout in self.batcher.commit(plan, tokens, logprobs, version):
             assert rollout.request.uid not in self.done, "every request ends once"
             self.done[rollout.request.uid] = rollout
@@ -163,7 +200,8 @@ class Bench:
         assert batcher.pool.num_free + batcher.pool.num_held == batcher.pool.num_pages
         held: set[int] = set()
         for sequence in batcher._seated.values():
-            assert len(sequence.pages) * PAGE_TOKENS >= sequence.num_launched
+            most = min(sequence.num_launched + sequence.num_hoped, sequence.max_keys)
+            assert len(sequence.pages) * PAGE_TOKENS >= most
             held.update(sequence.pages)
         for group in batcher._groups:
             held.update(group.pages)
@@ -198,7 +236,10 @@ def make_batcher(num_pages: int, max_step_tokens: int, num_slots: int = 99) -> B
     )
 
 
-def served(budgets: tuple[int, int, int, int], sizes: list[tuple[int, int, int]]) -> tuple[Bench, list[list[Request]]]:
+Budgets = tuple[int, int, int, int, tuple[int, int]]
+
+
+def served(budgets: Budgets, sizes: list[tuple[int, int, int]]) -> tuple[Bench, list[list[Request]]]:
     """A bench that has finished groups of these sizes, and the groups."""
     bench = Bench(*budgets)
     groups = [make_group(f"g{number}", *size) for number, size in enumerate(sizes)]
@@ -209,14 +250,15 @@ def served(budgets: tuple[int, int, int, int], sizes: list[tuple[int, int, int]]
 
 
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 20), st.integers(1, 20))
-BUDGETS = st.tuples(st.integers(10, 40), st.integers(1, 24), st.integers(1, 9), st.integers(0, 1))
-AMPLE = st.tuples(st.just(400), st.integers(1, 24), st.integers(1, 30), st.integers(0, 1))
+DRAFTS = st.one_of(st.just((0, 0)), st.tuples(st.integers(1, 20), st.integers(1, 5)))
+BUDGETS = st.tuples(st.integers(10, 40), st.integers(1, 24), st.integers(1, 9), st.integers(0, 2), DRAFTS)
+AMPLE = st.tuples(st.just(400), st.integers(1, 24), st.integers(1, 30), st.integers(0, 2), DRAFTS)
 
 
 @settings(max_examples=150, deadline=None)
 @given(BUDGETS, st.lists(SIZES, min_size=1, max_size=6))
 def test_every_request_ends_once_however_few_pages_there_are(
-    budgets: tuple[int, int, int, int], sizes: list[tuple[int, int, int]]
+    budgets: Budgets, sizes: list[tuple[int, int, int]]
 ) -> None:
     bench, groups = served(budgets, sizes)
     assert set(bench.done) == {request.uid for requests in groups for request in requests}
@@ -225,13 +267,13 @@ def test_every_request_ends_once_however_few_pages_there_are(
 @settings(max_examples=100, deadline=None)
 @given(AMPLE, st.lists(SIZES, min_size=1, max_size=6))
 def test_with_pages_for_all_every_prompt_is_computed_once_but_for_its_last_token(
-    budgets: tuple[int, int, int, int], sizes: list[tuple[int, int, int]]
+    budgets: Budgets, sizes: list[tuple[int, int, int]]
 ) -> None:
     bench, groups = served(budgets, sizes)
     assert bench.batcher.num_preempted == 0
     prompts = sum(len(requests[0].prompt_ids) + len(requests) - 1 for requests in groups)
     decoded = sum(len(rollout.token_ids) - 1 for rollout in bench.done.values())
-    assert bench.computed == prompts + decoded
+    assert bench.computed == prompts + decoded - bench.gained
 
 
 ACTS = st.one_of(
@@ -248,9 +290,7 @@ ACTS = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(BUDGETS, st.lists(ACTS, max_size=40))
-def test_sequences_may_leave_and_come_back_at_any_time(
-    budgets: tuple[int, int, int, int], acts: list[tuple[str, object]]
-) -> None:
+def test_sequences_may_leave_and_come_back_at_any_time(budgets: Budgets, acts: list[tuple[str, object]]) -> None:
     bench, submitted = Bench(*budgets), set()
     for number, (act, detail) in enumerate(acts):
         if act == "submit":
@@ -318,6 +358,20 @@ def test_only_what_has_begun_is_seated_while_nothing_fresh_is_admitted() -> None
     bench.finish()
 
 
+def test_drafts_give_several_tokens_a_step_and_never_cost_another_its_pages() -> None:
+    requests = [Request(f"r{n}", f"g{n}", (5000 + n,) * 4, 0, SamplingParams(max_new_tokens=36)) for n in range(3)]
+    steps = {}
+    for drafts in ((0, 0), (12, 4)):
+        bench = Bench(num_pages=30, max_step_tokens=64, drafts=drafts)
+        for request in requests:
+            bench.submit([request])
+        while bench.batcher.has_work:
+            bench.step()
+        steps[drafts] = bench.version
+        assert bench.batcher.num_preempted == 0 and (bench.gained > 0) == (drafts != (0, 0))
+    assert steps[12, 4] < 0.7 * steps[0, 0]
+
+
 def test_everyones_turn_comes_when_there_are_more_sequences_than_tokens() -> None:
     bench = Bench(num_pages=200, max_step_tokens=3)
     requests = [
@@ -336,7 +390,9 @@ def test_prompts_are_computed_in_order_of_arrival_and_in_chunks() -> None:
     bench.submit(make_group("b", 1, 6, 4))
     first, second = bench.step(), bench.step()
     assert (first.allotments, first.samplers) == (((0, 5),), ())
-    assert second.allotments == ((0, 2), (1, 3)) and [s.request.uid for s, _ in second.samplers] == ["a.0"]
+    assert second.allotments == ((0, 2), (1, 3)) and [sampler.sequence.request.uid for sampler in second.samplers] == [
+        "a.0"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,31 @@ import torch
 from torch import Tensor
 
 from slipstream.engine import step
-from slipstream.engine.state import NO_TOKEN, StepState
+from slipstream.engine.state import NO_TOKEN, StepState, read_report
 
 pytest.importorskip("triton")
 from slipstream.engine import triton_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NUM_SLOTS, MAX_LENGTH = 13, 40
+NUM_SLOTS, MAX_LENGTH, MAX_DRAFTS = 13, 40, 5
 
 
 def random_state(seed: int, *, idle: bool = False) -> StepState:
     """Slots that are idle, prefilling, decoding, scripted, about to end; stop tokens that will come up."""
     dice = random.Random(seed)
-    state = StepState(num_slots=NUM_SLOTS, max_length=MAX_LENGTH, num_table_pages=3, trash_page=9, device=DEVICE)
+    state = StepState(
+        num_slots=NUM_SLOTS,
+        max_length=MAX_LENGTH,
+        num_table_pages=3,
+        trash_page=9,
+        device=DEVICE,
+        max_drafts=MAX_DRAFTS,
+    )
+    state["drafts"].copy_(
+        torch.randint(3, 6, (NUM_SLOTS + 1, MAX_DRAFTS), generator=torch.Generator().manual_seed(seed))
+    )
+    state["sources"].copy_(1 + torch.arange(MAX_DRAFTS) % 3)
+    state["drafts"][NUM_SLOTS] = 0
     state["tokens"].copy_(
         torch.randint(3, 90, (NUM_SLOTS + 1, MAX_LENGTH), generator=torch.Generator().manual_seed(seed))
     )
@@ -30,8 +42,10 @@ def random_state(seed: int, *, idle: bool = False) -> StepState:
         known = dice.randint(1, MAX_LENGTH - 2)
         state["known"][slot] = known
         state["computed"][slot] = dice.choice([known - 1, dice.randint(0, known - 1)])
-        state["limit"][slot] = dice.randint(known + 1, min(known + 3, MAX_LENGTH))
+        state["limit"][slot] = dice.randint(known + 1, min(known + 9, MAX_LENGTH))
         state["allotted"][slot] = dice.choice([0, 1, 1, 5, 50])
+        if state["computed"][slot] == known - 1:
+            state["drafted"][slot] = dice.randint(0, min(MAX_DRAFTS, int(state["limit"][slot]) - known - 1))
         state["live"][slot] = 0 if idle else dice.choice([0, 1, 1])
         state["scripted"][slot] = dice.choice([0, 0, 1])
         state["seed_low"][slot] = dice.randint(-(2**31), 2**31 - 1)
@@ -45,9 +59,18 @@ def random_state(seed: int, *, idle: bool = False) -> StepState:
     return state
 
 
-def sizes(state: StepState) -> tuple[int, int]:
-    count = torch.minimum(state["allotted"], state["known"] - state["computed"]) * state["live"]
-    return int(count.sum()), int((count > 0).sum())
+def sizes(state: StepState, *, padding: int = 0, with_drafts: bool = True) -> step.StepSizes:
+    due = state["known"] - state["computed"]
+    count = torch.minimum(state["allotted"], due + state["drafted"] * with_drafts) * state["live"]
+    num_samples = int(((count - due + 1).clamp(min=0) * (count > 0)).sum())
+    num_tokens, num_rows = int(count.sum()), int((count > 0).sum())
+    return step.StepSizes(
+        num_tokens=max(1, num_tokens + padding),
+        num_rows=max(1, num_rows + min(padding, 2)),
+        num_samples=max(1, num_samples + padding),
+        with_drafts=with_drafts,
+        with_cuts=False,
+    )
 
 
 def same(plain: Tensor, kernel: Tensor) -> bool:
@@ -56,30 +79,54 @@ def same(plain: Tensor, kernel: Tensor) -> bool:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("padding", [0, 3])
-def test_the_kernels_pack_and_commit_what_the_plain_step_does(seed: int, padding: int) -> None:
+@pytest.mark.parametrize("with_drafts", [False, True])
+def test_the_kernels_pack_and_commit_what_the_plain_step_does(seed: int, padding: int, with_drafts: bool) -> None:
     states = [random_state(seed, idle=seed == 7) for _ in range(2)]
-    num_tokens, num_rows = sizes(states[0])
-    num_tokens, num_rows = max(1, num_tokens + padding), max(1, num_rows + min(padding, 2))
-    plain, kernels = (
-        [*module.pack(state, num_tokens, num_rows)] for module, state in zip((step, triton_step), states, strict=True)
-    )
-    assert same(plain[0], kernels[0])
-    for records in zip(plain[1:], kernels[1:], strict=True):
-        for name in type(records[0]).__slots__:
-            assert same(getattr(records[0], name), getattr(records[1], name)), name
-    sampled = torch.randint(3, 12, (num_rows,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    size = sizes(states[0], padding=padding, with_drafts=with_drafts)
+    plain, kernels = (module.pack(state, size) for module, state in zip((step, triton_step), states, strict=True))
+    for name in ("ids_T", "sample_start_R1", "sampled_at_N"):
+        assert same(getattr(plain, name), getattr(kernels, name)), name
+    for part, records in (("rows", (plain.rows, kernels.rows)), ("sampling", (plain.sampling, kernels.sampling))):
+        for name in type(records[0]).__dataclass_fields__:
+            assert same(getattr(records[0], name), getattr(records[1], name)), (part, name)
+    sampled = torch.randint(3, 6, (size.num_samples,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     sampled[0] = -1 if seed % 2 else sampled[0]
-    logprobs = -torch.rand(num_rows, device=DEVICE)
+    logprobs = -torch.rand(size.num_samples, device=DEVICE)
     for module, state, packed in zip((step, triton_step), states, (plain, kernels), strict=True):
-        module.commit(state, packed[1], sampled, logprobs)
+        module.commit(state, packed, sampled, logprobs)
     assert same(states[0]._block, states[1]._block)
-    assert same(states[0].report[:, :NUM_SLOTS], states[1].report[:, :NUM_SLOTS])
-    assert seed == 7 or bool((states[0].report[0] != NO_TOKEN).any()), "something was sampled"
+    reports = [read_report(state.report[:NUM_SLOTS].cpu()) for state in states]
+    assert reports[0] == reports[1]
+    assert seed == 7 or any(reports[0].tokens), "something was sampled"
+    assert with_drafts or not any(reports[0].num_drafted)
+    assert seed != 3 or any(reports[0].num_drafted) == with_drafts
+
+
+def test_drafts_are_taken_as_far_as_they_are_right() -> None:
+    """By hand: slot 0 has two right drafts of three, slot 1 a right one that ends it, slot 2 none that is right."""
+    for module in (step, triton_step):
+        state = StepState(num_slots=3, max_length=20, num_table_pages=1, trash_page=1, device=DEVICE, max_drafts=3)
+        for name, values in {"known": 5, "computed": 4, "limit": 20, "live": 1, "allotted": 4, "drafted": 3}.items():
+            state[name][:3] = values
+        state["stops"].fill_(NO_TOKEN)
+        state["stops"][1, 0] = 12
+        state["drafts"][:3] = torch.tensor([11, 12, 13])
+        state["sources"][:3] = torch.tensor([1, 2, 3])
+        packed = module.pack(state, step.StepSizes(12, 3, 12, with_drafts=True, with_cuts=False))
+        sampled = torch.tensor([11, 12, 9, 8, 11, 12, 13, 14, 7, 12, 13, 14], device=DEVICE)
+        module.commit(state, packed, sampled, torch.arange(12.0, device=DEVICE))
+        report = read_report(state.report.cpu())
+        assert report.tokens[:3] == [[11, 12, 9], [11, 12], [7]]
+        assert report.logprobs[:3] == [[0, 1, 2], [4, 5], [8]]
+        assert report.origins[:3] == [[1, 2, 0], [1, 2], [0]]
+        assert report.num_drafted[:3] == [3, 3, 3]
+        assert state["known"][:3].tolist() == [8, 7, 6] and state["computed"][:3].tolist() == [7, 6, 5]
+        assert state["live"][:3].tolist() == [1, 0, 1]
+        assert state["tokens"][0, 5:8].tolist() == [11, 12, 9]
 
 
 def test_a_slot_that_is_left_out_is_noticed() -> None:
     state, other = random_state(1), random_state(1)
     running = int((other["live"] * other["allotted"]).nonzero()[0])
     other["live"][running] = 0
-    num_tokens, num_rows = sizes(state)
-    assert not same(step.pack(state, num_tokens, num_rows)[0], triton_step.pack(other, num_tokens, num_rows)[0])
+    assert not same(step.pack(state, sizes(state)).ids_T, triton_step.pack(other, sizes(state)).ids_T)

@@ -4,6 +4,9 @@ A plan may be made before the results of the plans before it are known (`commit`
 tokens that were launched, known or not. A sequence taken out while a result is on its way loses nothing: sampling is
 keyed, so the token comes out the same when it is computed again.
 
+With drafts a step may give a sequence several tokens, and how many is known only when its result is read: until then
+the sequence is counted as having the fewest, and has pages for the most.
+
 A group is the requests that share a prompt. Its first member computes the prompt; the others are seated afterwards on
 the same pages, with a copy of the last, partly filled one, and compute only the prompt's last token for themselves.
 
@@ -20,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from slipstream.engine.pages import PagePool
-from slipstream.engine.sequences import Group, PartialRollout, Running, Seat, StepPlan
+from slipstream.engine.sequences import Group, PartialRollout, Running, Sampler, Seat, StepPlan
 from slipstream.types import FinishReason, Request, Rollout
 
 MAX_STOP_TOKENS = 8
@@ -76,7 +79,13 @@ class Batcher:
     def submit_partial(self, partial: PartialRollout) -> None:
         """Go on with a sequence that another engine began."""
         self._check(partial.request)
-        sequence = Running(partial.request, list(partial.token_ids), list(partial.logprobs), partial.first_version)
+        sequence = Running(
+            partial.request,
+            list(partial.token_ids),
+            list(partial.logprobs),
+            [0] * len(partial.token_ids),
+            partial.first_version,
+        )
         if sequence.finish_reason is not None:
             raise ValueError(
                 f"request {partial.request.uid}: this rollout has already ended ({sequence.finish_reason})"
@@ -109,7 +118,7 @@ class Batcher:
         for group in list(self._groups):
             for member in [member for member in group.members if member.has_begun]:
                 group.members.remove(member)
-                member.token_ids, member.logprobs, member.first_version = [], [], -1
+                member.token_ids, member.logprobs, member.origins, member.first_version = [], [], [], -1
                 fresh.setdefault(member.request.prompt_ids, Group(deque())).members.append(member)
             self._drop_if_empty(group)
         self._groups.extendleft(reversed(fresh.values()))
@@ -128,27 +137,35 @@ class Batcher:
             self.pool.give_back(group.pages)
             group.pages, group.leader = [], None
 
-    def plan(self) -> StepPlan:
-        """Seat who fits; then sequences that decode, oldest served first; then prompts, while tokens are left."""
+    def plan(self, max_drafts: int = 0, drafts_each: int = 0) -> StepPlan:
+        """Seat who fits; then sequences that decode, oldest served first; then prompts, while tokens are left.
+
+        Sequences that decode may run up to `drafts_each` drafts, `max_drafts` of all together.
+        """
         copies: list[tuple[int, int]] = []
         entries: list[tuple[int, int, int]] = []
         seats = self._seat_waiting(copies, entries)
         shares = self._share_out()
-        while shares and not (kept := self._grow_all(shares, entries)):
+        max_drafts = min(max_drafts, self.max_step_tokens - sum(shares.values()))
+        drafts_each = min(drafts_each, max(0, max_drafts))
+        drafts: dict[Running, int] = {}
+        while shares and not (drafts := self._grow_all(shares, drafts_each, entries)):
             shares = self._share_out()  # all who had a share were preempted: it is the others' turn
-        shares = kept if shares else {}
+        shares = {sequence: shares[sequence] for sequence in drafts}
         samplers = []
         allotments = dict.fromkeys((slot for slot, tokens in enumerate(self._allotted) if tokens), 0)
         for sequence, tokens in shares.items():
             sequence.num_launched += tokens
-            allotments[sequence.slot] = tokens
+            allotments[sequence.slot] = tokens + drafts[sequence]
             if sequence.num_launched == sequence.num_known:
                 sequence.num_unread += 1
-                samplers.append((sequence, sequence.seat))
+                sequence.num_hoped += drafts[sequence]
+                samplers.append(Sampler(sequence, sequence.seat, drafts[sequence]))
         changed = [(slot, tokens) for slot, tokens in allotments.items() if self._allotted[slot] != tokens]
         for slot, tokens in changed:
             self._allotted[slot] = tokens
         vacated, self._vacated = self._vacated, []
+        num_drafts = max(0, min(max_drafts, sum(sampler.num_drafts for sampler in samplers)))
         return StepPlan(
             vacated=tuple(vacated),
             copies=tuple(copies),
@@ -157,20 +174,34 @@ class Batcher:
             allotments=tuple(changed),
             samplers=tuple(samplers),
             num_rows=len(shares),
-            num_tokens=sum(shares.values()),
-            with_cuts=any(sequence.request.sampling.cuts_tail for sequence, _ in samplers),
+            num_tokens=sum(shares.values()) + num_drafts,
+            num_drafts=num_drafts,
+            with_cuts=any(sampler.sequence.request.sampling.cuts_tail for sampler in samplers),
         )
 
-    def commit(self, plan: StepPlan, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> list[Rollout]:
-        """Take in what each slot sampled; give back what has ended."""
+    def commit(
+        self,
+        plan: StepPlan,
+        tokens: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]],
+        version: int,
+        origins: Sequence[Sequence[int]] | None = None,
+    ) -> list[Rollout]:
+        """Take in what each slot sampled, and where from if drafts are in use; give back what has ended."""
         finished: list[Rollout] = []
-        for sequence, seat in plan.samplers:
-            if sequence.seat != seat:
-                continue  # taken out meanwhile: the token will be computed again
+        for sampler in plan.samplers:
+            sequence = sampler.sequence
+            if sequence.seat != sampler.seat:
+                continue  # taken out meanwhile: the tokens will be computed again
             sequence.num_unread -= 1
-            sequence.token_ids.append(tokens[sequence.slot])
-            sequence.logprobs.append(logprobs[sequence.slot])
-            self.num_sampled += 1
+            sequence.num_hoped -= sampler.num_drafts
+            new = tokens[sequence.slot]
+            sequence.token_ids += new
+            sequence.logprobs += logprobs[sequence.slot]
+            if origins is not None:
+                sequence.origins += origins[sequence.slot]
+            sequence.num_launched += len(new) - 1
+            self.num_sampled += len(new)
             if sequence.first_version < 0:
                 sequence.first_version = version
             reason = sequence.finish_reason
@@ -290,13 +321,23 @@ class Batcher:
         sequence.num_launched = num_shared
         return num_shared
 
-    def _grow_all(self, shares: dict[Running, int], entries: list[tuple[int, int, int]]) -> dict[Running, int]:
-        """Pages for what each is to run; the shares of those who were not preempted for others."""
+    def _grow_all(
+        self, shares: dict[Running, int], drafts_each: int, entries: list[tuple[int, int, int]]
+    ) -> dict[Running, int]:
+        """Pages for what each is to run; those who were not preempted for others, and the drafts each may run."""
+        drafts = {}
         for sequence, tokens in shares.items():
-            grown = sequence.num_launched + tokens
-            if sequence.seat >= 0 and grown > len(sequence.pages) * self.page_tokens:
-                entries += self._grow(sequence, grown)
-        return {sequence: tokens for sequence, tokens in shares.items() if sequence.seat >= 0}
+            if sequence.seat < 0:
+                continue
+            hoped = sequence.num_launched + sequence.num_hoped + tokens
+            # Drafts only for one who decodes, not beyond the last token it may sample, and never at another's cost.
+            drafts[sequence] = max(0, min(drafts_each, sequence.max_keys - hoped)) if sequence.num_due == 1 else 0
+            if self._pages_for(hoped + drafts[sequence]) - len(sequence.pages) > self.pool.num_free:
+                drafts[sequence] = 0
+            hoped = min(hoped + drafts[sequence], sequence.max_keys)
+            if hoped > len(sequence.pages) * self.page_tokens:
+                entries += self._grow(sequence, hoped)
+        return {sequence: count for sequence, count in drafts.items() if sequence.seat >= 0}
 
     def _grow(self, sequence: Running, num_tokens: int) -> list[tuple[int, int, int]]:
         """Pages for the first `num_tokens` tokens, from younger sequences if need be; the new table entries.
@@ -332,7 +373,7 @@ class Batcher:
                 group.leader = None  # another member computes the prompt
         self._vacated.append(sequence.slot)
         self._release(sequence)
-        sequence.num_launched = sequence.num_unread = 0
+        sequence.num_launched = sequence.num_unread = sequence.num_hoped = 0
 
     def _release(self, sequence: Running) -> None:
         """Slot and pages are free again. A leader that ends has launched its prompt: its group takes pages first."""
@@ -363,4 +404,5 @@ def _rollout(sequence: Running, reason: FinishReason, version: int) -> Rollout:
         finish_reason=reason,
         first_version=sequence.first_version,
         last_version=version,
+        origins=tuple(sequence.origins),
     )

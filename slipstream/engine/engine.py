@@ -23,11 +23,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.engine.batcher import Batcher
+from slipstream.engine.drafting import Drafter
 from slipstream.engine.graphs import GraphPool, padded
 from slipstream.engine.pages import PagePool
 from slipstream.engine.sequences import PartialRollout, StepPlan
-from slipstream.engine.state import BROKEN, StepState
-from slipstream.engine.step import run_step
+from slipstream.engine.state import BROKEN, StepState, read_report
+from slipstream.engine.step import StepSizes, run_step
+from slipstream.engine.strategy import OFF, DraftPolicy, Strategy
 from slipstream.models.cached import KVPages
 from slipstream.models.precision import check_batch_invariance, use_batch_invariant_products
 from slipstream.models.recognise import fuse, is_fused
@@ -54,9 +56,11 @@ class Launched:
     """A step on its way: what it will report, and when."""
 
     plan: StepPlan
+    strategy: Strategy
     version: int
     report: Tensor
-    done: torch.cuda.Event | None
+    done: torch.cuda.Event | float
+    """When the report is there: an event of the GPU, or the time on a CPU."""
 
 
 class Engine:
@@ -71,6 +75,8 @@ class Engine:
         fused: bool = True,
         graphs: bool = True,
         steps_ahead: int | None = None,
+        drafter: Drafter | None = None,
+        policy: DraftPolicy | None = None,
     ) -> None:
         """`max_length`: longest prompt + response in tokens. `kv_tokens`: by default as many as `max_sequences` of that
         length need; with fewer, sequences are preempted under pressure and computed again. `fused` and `graphs` off
@@ -99,7 +105,12 @@ class Engine:
             num_table_pages=table_pages,
             trash_page=self._pages.trash_page,
             device=self.device,
+            max_drafts=drafter.max_drafts if drafter is not None else 0,
         )
+        assert (drafter is None) == (policy is None), "a drafter needs a policy, and a policy a drafter"
+        self.drafter, self.policy = drafter, policy
+        self._last_done: torch.cuda.Event | float | None = None
+        """When the step before the next one to be read was done, if nothing came between."""
         self._min_rows = 1 if self.fusion is not None and self.fusion.any_height else MIN_STEP_TOKENS
         self._graphs = GraphPool(GRAPH_BYTES) if on_gpu and graphs else None
         self._steps_ahead = int(on_gpu) if steps_ahead is None else steps_ahead
@@ -109,12 +120,14 @@ class Engine:
         self._paused = False
         self._storage_bytes: list[tuple[torch.UntypedStorage, int]] | None = None
         """The storages of the weights and their sizes, while they are given back."""
-        self._prefill_tokens = self._num_forwards = 0
+        self._prefill_tokens = self._num_forwards = self._num_drafted = self._num_accepted = 0
         self._forward_s = 0.0
 
     def submit(self, requests: Sequence[Request]) -> None:
         """One group of requests that share a prompt; ValueError if it cannot fit."""
         self._batcher.submit(requests)
+        if self.drafter is not None:
+            self.drafter.expect(requests)
 
     @property
     def has_work(self) -> bool:
@@ -126,9 +139,11 @@ class Engine:
         if not self._paused and self._batcher.has_work:
             assert self._storage_bytes is None, "the engine's weights were put to sleep; apply_weights first"
             started = time.perf_counter()
-            plan = self._batcher.plan()
+            strategy = OFF if self.policy is None else self.policy.choose(self._batcher.num_running)
+            num_drafts = round(strategy.drafts_each * self._batcher.num_running)
+            plan = self._batcher.plan(num_drafts, self._state.max_drafts)
             try:
-                self._launch(plan)
+                self._launch(plan, strategy)
             except Exception:
                 self._forget_launched()
                 raise
@@ -136,6 +151,8 @@ class Engine:
             while len(self._unread) > (self._steps_ahead if plan.num_tokens else 0):
                 self._read(self._unread.popleft())
             self._forward_s += time.perf_counter() - started
+        if not self._batcher.has_work:
+            self._last_done = None
         finished, self._ready = self._ready, []
         return finished
 
@@ -145,6 +162,7 @@ class Engine:
 
     def resume(self) -> None:
         self._paused = False
+        self._last_done = None
 
     @torch.inference_mode()
     def apply_weights(
@@ -191,11 +209,13 @@ class Engine:
 
     def export_sequence(self, uid: str) -> PartialRollout:
         """Take a sequence out, to go on in another engine or after a restart; KeyError if it is not here."""
-        return self._batcher.withdraw(uid)
+        return self._withdraw(uid)
 
     def import_sequence(self, partial: PartialRollout) -> None:
         """Go on with a sequence exported elsewhere: its keys are recomputed, its tokens stay."""
         self._batcher.submit_partial(partial)
+        if self.drafter is not None:
+            self.drafter.expect([partial.request])
 
     def facts(self) -> EngineFacts:
         pool = self._batcher.pool
@@ -208,6 +228,8 @@ class Engine:
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._batcher.num_sampled,
             num_forwards=self._num_forwards,
+            num_drafted=self._num_drafted,
+            num_accepted=self._num_accepted,
             num_preempted=self._batcher.num_preempted,
             forward_s=self._forward_s,
             kv_bytes=self._pages.num_bytes,
@@ -225,7 +247,7 @@ class Engine:
         finally:
             self._batcher.admits_fresh = True
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan, strategy: Strategy) -> None:
         """Tell the device what changes and start the step; returns before a GPU is done with it."""
         if plan.copies:
             copies = torch.tensor(plan.copies)
@@ -233,41 +255,70 @@ class Engine:
                 copies = copies.pin_memory().to(self.device, non_blocking=True)
             self._pages.copy(*copies.T)
         self._state.apply(plan)
+        if self.drafter is not None:
+            self.drafter.follow(plan)
+            self.drafter.tune(strategy)
         if not plan.num_tokens:
             return
-        if self.device.type == "cpu":
-            num_tokens, num_rows = max(plan.num_tokens, self._min_rows), max(plan.num_rows, self._min_rows)
-        else:
-            num_tokens = padded(plan.num_tokens)
-            num_rows = min(num_tokens, self._state.num_slots)
+        sizes = self._sizes(plan)
 
         def body() -> None:
-            run_step(
-                self.model,
-                self._pages,
-                self._state,
-                num_tokens=num_tokens,
-                num_rows=num_rows,
-                with_cuts=plan.with_cuts,
-            )
+            run_step(self.model, self._pages, self._state, sizes, self.drafter)
 
         if self._graphs is None:
             body()
         else:
-            self._graphs.run((num_tokens, plan.with_cuts), body)
-        self._unread.append(self._request_report(plan))
+            self._graphs.run(sizes, body)
+        self._unread.append(self._request_report(plan, strategy))
         self._num_forwards += 1
-        self._prefill_tokens += plan.num_tokens - len(plan.samplers)
+        self._prefill_tokens += plan.num_tokens - plan.num_drafts - len(plan.samplers)
 
-    def _request_report(self, plan: StepPlan) -> Launched:
+    def _sizes(self, plan: StepPlan) -> StepSizes:
+        num_samples = len(plan.samplers) + plan.num_drafts
+        if self.device.type == "cpu":
+            return StepSizes(
+                num_tokens=max(plan.num_tokens, self._min_rows),
+                num_rows=plan.num_rows,
+                num_samples=max(num_samples, self._min_rows),
+                with_drafts=plan.num_drafts > 0,
+                with_cuts=plan.with_cuts,
+            )
+        num_tokens = padded(plan.num_tokens)
+        return StepSizes(
+            num_tokens=num_tokens,
+            num_rows=min(num_tokens, self._state.num_slots),
+            num_samples=min(num_tokens, padded(max(1, num_samples))),
+            with_drafts=plan.num_drafts > 0,
+            with_cuts=plan.with_cuts,
+        )
+
+    def _tell_policy(self, launched: Launched, num_tokens: int) -> None:
+        """How long the step took, if it only decoded and came right after another."""
+        before, self._last_done = self._last_done, launched.done
+        plan = launched.plan
+        if self.policy is None or before is None or plan.num_tokens > len(plan.samplers) + plan.num_drafts:
+            return
+        if isinstance(launched.done, torch.cuda.Event):
+            seconds = before.elapsed_time(launched.done) / 1e3  # type: ignore[union-attr]
+        else:
+            seconds = launched.done - before  # type: ignore[operator]
+        self.policy.observe(len(plan.samplers), launched.strategy, num_tokens, seconds)
+
+    def _withdraw(self, uid: str) -> PartialRollout:
+        partial = self._batcher.withdraw(uid)
+        if self.drafter is not None:
+            self.drafter.forget(uid)
+        return partial
+
+    def _request_report(self, plan: StepPlan, strategy: Strategy) -> Launched:
         report = self._state.report
         if self.device.type != "cuda":
-            return Launched(plan, self._version.number, report.clone(), None)
+            return Launched(plan, strategy, self._version.number, report.clone(), time.perf_counter())
         host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
         host.copy_(report, non_blocking=True)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event(enable_timing=True)
         done.record()
-        return Launched(plan, self._version.number, host, done)
+        return Launched(plan, strategy, self._version.number, host, done)
 
     def _forget_launched(self) -> None:
         """A launch failed half-way: what is running is computed again from the tokens that are known."""
@@ -276,18 +327,25 @@ class Engine:
 
     def _read(self, launched: Launched) -> None:
         """Wait for a step's report and commit it; what has ended is ready to be given out."""
-        if launched.done is not None:
+        if isinstance(launched.done, torch.cuda.Event):
             launched.done.synchronize()
-        tokens = launched.report[0].tolist()
-        broken = []
-        if BROKEN in tokens:
-            broken = [
-                s.request.uid for s, seat in launched.plan.samplers if s.seat == seat and tokens[s.slot] == BROKEN
-            ]
-            for uid in broken:
-                self._batcher.withdraw(uid)
-        logprobs = launched.report[1].view(torch.float32).tolist()
-        self._ready += self._batcher.commit(launched.plan, tokens, logprobs, launched.version)
+        report = read_report(launched.report)
+        broken = [
+            sampler.sequence.request.uid
+            for sampler in launched.plan.samplers
+            if sampler.sequence.seat == sampler.seat and BROKEN in report.tokens[sampler.sequence.slot]
+        ]
+        for uid in broken:
+            self._withdraw(uid)
+        origins = report.origins if self.drafter is not None else None
+        finished = self._batcher.commit(launched.plan, report.tokens, report.logprobs, launched.version, origins)
+        self._ready += finished
+        if self.drafter is not None:
+            for rollout in finished:
+                self.drafter.forget(rollout.request.uid)
+        self._num_drafted += sum(report.num_drafted)
+        self._num_accepted += sum(origin > 0 for line in origins or () for origin in line)
+        self._tell_policy(launched, sum(map(len, report.tokens)))
         if broken:
             raise BrokenLogits(
                 f"the model gave logits that are not numbers (NaN or infinite) for {broken[0]} and {len(broken) - 1} "

@@ -151,23 +151,31 @@ def _logprobs(x_NV: Tensor, top_N: Tensor, total_N: Tensor, tokens_N: Tensor) ->
 
 
 @numba.njit(cache=True, inline="always")
+def _mix32(x):  # type: ignore[no-untyped-def]
+    x ^= x >> np.uint32(16)
+    x = np.uint32(x * np.uint32(MIX_A))
+    x ^= x >> np.uint32(15)
+    x = np.uint32(x * np.uint32(MIX_B))
+    return x ^ (x >> np.uint32(16))
+
+
+@numba.njit(cache=True, inline="always")
 def _bits(token, k0, k1):  # type: ignore[no-untyped-def]
-    x = np.uint32(np.uint32(token) + k0)
-    for turn in range(2):
-        x ^= x >> np.uint32(16)
-        x = np.uint32(x * np.uint32(MIX_A))
-        x ^= x >> np.uint32(15)
-        x = np.uint32(x * np.uint32(MIX_B))
-        x ^= x >> np.uint32(16)
-        if turn == 0:
-            x ^= k1
-    return x
+    return _mix32(_mix32(np.uint32(np.uint32(token) + k0)) ^ k1)
 
 
 @numba.njit(cache=True, inline="always")
 def _noise(bits):  # type: ignore[no-untyped-def]
     uniform = (np.float64(bits) + 0.5) * 2.0**-32
     return np.float32(-math.log(-math.log(uniform)))
+
+
+@numba.njit(cache=True)
+def gumbel_of(low, high, position, token):  # type: ignore[no-untyped-def]
+    """`rng.gumbel` as float32, of one token, for kernels that draw with the noise of a row."""
+    high = np.uint32(high)
+    k0 = _mix32(np.uint32(_mix32(np.uint32(position) ^ np.uint32(low)) + high))
+    return _noise(_bits(token, k0, _mix32(k0 ^ high ^ np.uint32(GOLDEN))))
 
 
 @numba.njit(cache=True, inline="always")

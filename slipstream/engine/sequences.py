@@ -18,18 +18,22 @@ class Running:
     request: Request
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
     first_version: int = -1
     slot: int = -1
     seat: int = -1
     """A number given at seating, so that results for an earlier seat can be told apart; -1 while not seated."""
     pages: list[int] = field(default_factory=list)
     num_launched: int = 0
-    """Tokens whose keys are computed, or will be by the steps launched so far."""
+    """Tokens whose keys are computed, or will be by the steps launched so far; with drafts at least so many."""
     num_unread: int = 0
-    """Tokens sampled by steps that were launched but not yet committed."""
+    """Steps that sample for it and were launched but not yet committed: each gives at least one token."""
+    num_hoped: int = 0
+    """Tokens beyond one each that these steps may give, if their drafts are accepted."""
 
     @property
     def num_known(self) -> int:
+        """Tokens it has, or will have after the steps launched so far; with drafts at least so many."""
         return len(self.request.prompt_ids) + len(self.token_ids) + self.num_unread
 
     @property
@@ -85,6 +89,16 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampler:
+    """A sequence that samples with this plan: one token, and one more for each of its drafts that is accepted."""
+
+    sequence: Running
+    seat: int
+    num_drafts: int
+    """At most."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the device needs to be told, and what it will run."""
 
@@ -97,9 +111,11 @@ class StepPlan:
     """(slot, index, page): new entries of the page table."""
     allotments: tuple[tuple[int, int], ...]
     """(slot, tokens it may run), where this differs from the plan before."""
-    samplers: tuple[tuple[Running, int], ...]
-    """The sequences that sample a token, and their seats."""
+    samplers: tuple[Sampler, ...]
     num_rows: int
     num_tokens: int
+    """With all drafts that the step may run."""
+    num_drafts: int
+    """Tokens that may be drafted, of all sequences together."""
     with_cuts: bool
     """Whether any of the samplers cuts the tail of the distribution."""

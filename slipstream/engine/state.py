@@ -3,11 +3,15 @@
 The host changes it by patches (place, value), all of a step in one copy and one scatter; the step changes it itself as
 sequences go on. The last slot is the trash slot: never live, one trash page, the home of padding.
 
-Axes: S slots and the trash slot, L tokens of a sequence, W pages of a slot, E stop tokens.
+A step reports what each slot sampled: how many tokens (0 for none), how many drafts were tried for them, the tokens,
+their log-probabilities as float32 bits, and their origins: 0 if sampled, else the source of the accepted draft.
+
+Axes: S slots and the trash slot, L tokens of a sequence, W pages of a slot, E stop tokens, J drafts of a slot.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
@@ -21,9 +25,9 @@ from slipstream.rng import MASK32
 from slipstream.types import SamplingParams
 
 NO_TOKEN = -2
-"""In the report: this slot sampled nothing."""
+"""No stop token; no draft."""
 BROKEN = -1
-"""In the report: the logits were not numbers."""
+"""In the report, as a token: the logits were not numbers."""
 
 _FIELDS = (
     "known",  # tokens in the buffer: prompt and sampled
@@ -31,6 +35,7 @@ _FIELDS = (
     "limit",  # known tokens at which the sequence ends
     "allotted",  # tokens it may run in a step
     "live",  # 1 while it goes on
+    "drafted",  # tokens that were drafted to follow those known
     "scripted",  # 1 if its tokens are in the buffer already and are walked, not sampled
     "seed_low",
     "seed_high",
@@ -45,29 +50,44 @@ _FLOATS = ("inverse_temperature", "top_p", "min_p")
 
 class StepState:
     def __init__(
-        self, *, num_slots: int, max_length: int, num_table_pages: int, trash_page: int, device: torch.device
+        self,
+        *,
+        num_slots: int,
+        max_length: int,
+        num_table_pages: int,
+        trash_page: int,
+        device: torch.device,
+        max_drafts: int = 0,
     ) -> None:
         lines = num_slots + 1
-        widths = {**dict.fromkeys(_FIELDS, 1), "stops": MAX_STOP_TOKENS, "table": num_table_pages, "tokens": max_length}
+        widths = {
+            **dict.fromkeys(_FIELDS, 1),
+            "stops": MAX_STOP_TOKENS,
+            "table": num_table_pages,
+            "tokens": max_length,
+            "drafts": max_drafts,
+            "sources": max_drafts,
+        }
         starts = accumulate((lines * width for width in widths.values()), initial=0)
         self._layout = {name: (start, width) for (name, width), start in zip(widths.items(), starts, strict=False)}
         self.num_slots = num_slots
+        self.max_drafts = max_drafts
         self._block = torch.zeros(lines * sum(widths.values()), dtype=torch.int32, device=device)
         self["table"].fill_(trash_page)
-        self.report = torch.zeros(2, lines, dtype=torch.int32, device=device)
-        """What the last step sampled for each slot: tokens, and log-probabilities as float32 bits."""
+        self.report = torch.zeros(lines, 2 + 3 * (max_drafts + 1), dtype=torch.int32, device=device)
+        """A line a slot: the number of tokens, of drafts, then tokens, log-probabilities and origins."""
 
     @property
     def trash_slot(self) -> int:
         return self.num_slots
 
     def __getitem__(self, name: str) -> Tensor:
-        """The view of a field: [S], or [S, width] for stops, table and tokens."""
+        """The view of a field: [S], or [S, width] for stops, table, tokens, drafts and sources."""
         start, width = self._layout[name]
         view = self._block[start : start + (self.num_slots + 1) * width]
         if name in _FLOATS:
             return view.view(torch.float32)
-        return view if name in _FIELDS else view.view(-1, width)
+        return view if name in _FIELDS else view.view(self.num_slots + 1, width)
 
     def apply(self, plan: StepPlan) -> None:
         """Tell the device what the plan changes, without waiting for it."""
@@ -101,6 +121,7 @@ class StepState:
             "limit": len(request.prompt_ids) + request.sampling.max_new_tokens,
             "allotted": 0,
             "live": 1,
+            "drafted": 0,
             "scripted": int(bool(request.script_ids)),
             "seed_low": request.seed & MASK32,
             "seed_high": request.seed >> 32,
@@ -121,6 +142,34 @@ def _sampling_fields(sampling: SamplingParams) -> dict[str, int]:
         "top_p": _float_bits(sampling.top_p),
         "min_p": _float_bits(sampling.min_p),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The report on the host, for every slot."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    origins: list[list[int]]
+    num_drafted: list[int]
+
+
+def read_report(report: Tensor) -> StepReport:
+    """From a copy on the host."""
+    lines = report.numpy()
+    width = (lines.shape[1] - 2) // 3
+    parts = [lines[:, 2 + part * width : 2 + (part + 1) * width] for part in range(3)]
+    parts[1] = parts[1].view(np.float32)
+    counts = lines[:, 0].tolist()
+    firsts = [part[:, 0].tolist() for part in parts]
+    # Most lines have one token or none: slicing each line would take longer than a step on a GPU.
+    tokens, logprobs, origins = (
+        [[first] if count == 1 else part[slot, :count].tolist() if count else [] for slot, (count, first) in enumerate(
+            zip(counts, column, strict=True)
+        )]
+        for part, column in zip(parts, firsts, strict=True)
+    )  # fmt: skip
+    return StepReport(tokens, logprobs, origins, lines[:, 1].tolist())
 
 
 def _float_bits(value: float) -> int:

@@ -1,0 +1,207 @@
+"""Drafts from what was sampled before: siblings of the group, earlier rollouts of the prompt, the sequence itself.
+
+Owns the library on the device, in which each group has a shelf (`shelves.py`), and what each slot has earned
+(`widths.py`). The search is `match.py` on CPU and `triton_match.py` on a GPU, within the step. The host only lays out
+the shelf of a group that gets its first slot, and gives it back when the last member has ended.
+
+Axes: S slots and the trash slot, B places of the library, J drafts of a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.draft import widths
+from slipstream.draft.match import draft_slots
+from slipstream.draft.shelves import MAX_MATCH, NO_TEXT, Shelving, Text, lay_out
+from slipstream.engine.sequences import StepPlan
+from slipstream.engine.state import StepState
+from slipstream.engine.strategy import Strategy
+from slipstream.rng import MASK32
+from slipstream.types import Request
+
+KERNEL_DEVICES = {"cuda"}
+"""Where the Triton kernels run. Tests add the CPU, with Triton's interpreter."""
+SIBLING_WEIGHT = 4
+"""Votes of a text of this very policy; texts of the history have theirs from `Past`."""
+
+Past = Callable[[tuple[int, ...]], Sequence[Text]]
+"""Earlier rollouts of a prompt, by its token ids."""
+
+
+@dataclass
+class _Group:
+    """A group with unfinished members: who writes where, and the stretch of the library, once it has one."""
+
+    members: dict[str, int]
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    open: set[str]
+    is_laid_out: bool = False
+    start: int | None = None
+    """None: not laid out yet, or the library had no room."""
+    end: int = 0
+    segments: tuple[int, ...] = ()
+    """By member: the place in the library where position 0 of its sequence would lie."""
+
+
+class HistoryDrafter:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_drafts: int,
+        library_tokens: int,
+        device: torch.device,
+        past: Past = lambda prompt_ids: (),
+        longest_shelf: int | None = None,
+        min_match: int = 2,
+        rule: widths.Rule = "odds",
+    ) -> None:
+        self.max_drafts = max_drafts
+        self._past = past
+        self._longest_shelf = min(library_tokens, longest_shelf or library_tokens)
+        self._rule: widths.Rule = rule
+        self._groups: dict[str, _Group] = {}
+        self._shelving = Shelving(library_tokens)
+        self.num_unshelved = 0
+        """Groups for which the library had no room."""
+
+        def new(count: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full((count,), value, dtype=dtype, device=device)
+
+        self._min_match = min_match
+        self.min_match = new(1, min_match)
+        """Tokens that must match; on the device, so that it can be changed under a graph."""
+        # One place more at the end, where drafts that reach past the last shelf find nothing.
+        self.library_B = new(library_tokens + max_drafts + 1, NO_TEXT)
+        self.weights_B, self.sources_B = (new(library_tokens + max_drafts + 1) for _ in range(2))
+        self.start_S, self.end_S, self.base_S, self.own_S = (new(num_slots + 1) for _ in range(4))
+        self.window_S = new(num_slots + 1, widths.START_WIDTH)
+        self.hits_S, self.tries_S = (new(num_slots + 1, dtype=torch.float32) for _ in range(2))
+
+    def draft(self, state: StepState, room: Tensor) -> None:
+        decodes_S = (state["live"] > 0) & (state["known"] - state["computed"] == 1)
+        width_S = torch.minimum(state["allotted"] - 1, state["limit"] - state["known"] - 1)
+        width_S = torch.where(decodes_S, width_S.clamp(0, self.max_drafts), 0)
+        caps_SK = widths.caps(self._rule, self.window_S, self.hits_S, self.tries_S)
+        width_S = torch.minimum(width_S, caps_SK[:, -1])
+        found_S = self._find(state, width_S)
+        state["drafted"].copy_(widths.share_out(found_S, caps_SK, room))
+
+    def _find(self, state: StepState, width_S: Tensor) -> Tensor:
+        """Write drafts and sources; how many were found, at most `width_S`."""
+        if width_S.device.type in KERNEL_DEVICES:
+            from slipstream.draft import triton_match  # a machine without a GPU may lack triton
+
+            return triton_match.draft_slots(
+                state,
+                width_S,
+                *(self.start_S, self.end_S, self.own_S),
+                *(self.library_B, self.weights_B, self.sources_B),
+                min_match=self.min_match,
+                longest_shelf=self._longest_shelf,
+            )
+        found_S = torch.zeros_like(width_S)
+        seed_S2 = torch.stack([state["seed_low"], state["seed_high"]], 1).long() & MASK32
+        find: Any = draft_slots
+        find(
+            *(state[name].numpy() for name in ("tokens", "known")),
+            width_S.numpy(),
+            (state["greedy"] > 0).numpy(),
+            seed_S2.numpy(),
+            *(tensor.numpy() for tensor in (self.start_S, self.end_S, self.own_S)),
+            *(tensor.numpy() for tensor in (self.library_B, self.weights_B, self.sources_B)),
+            int(self.min_match),
+            *(state[name].numpy() for name in ("drafts", "sources")),
+            found_S.numpy(),
+        )
+        return found_S
+
+    def learn(self, state: StepState) -> None:
+        """Texts go on; rows that had drafts earn more or fewer."""
+        width = self.max_drafts + 1
+        count_S, tried_S = state.report[:, 0], state.report[:, 1]
+        tokens_SJ, origins_SJ = state.report[:, 2 : 2 + width], state.report[:, 2 + 2 * width :]
+        index_J = torch.arange(width, device=count_S.device)
+        new_SJ = (index_J < count_S.unsqueeze(1)) & (self.end_S > self.start_S).unsqueeze(1)
+        first_S = self.base_S + state["known"] - count_S
+        nowhere = len(self.library_B) - 1
+        place_SJ = torch.where(new_SJ, first_S.unsqueeze(1) + index_J, nowhere).long()
+        self.library_B.scatter_(0, place_SJ.flatten(), torch.where(new_SJ, tokens_SJ, NO_TEXT).flatten())
+        right_S = ((origins_SJ > 0) & (index_J < count_S.unsqueeze(1))).sum(1)
+        # A right draft that ended its sequence leaves those after it untried.
+        tried_S = torch.where(state["live"] > 0, tried_S, torch.minimum(tried_S, count_S))
+        widths.learn_widths(tried_S, right_S.int(), self.window_S, self.hits_S, self.tries_S, self.max_drafts)
+
+    def tune(self, strategy: Strategy) -> None:
+        if strategy.min_match != self._min_match:
+            self._min_match = strategy.min_match
+            self.min_match.fill_(strategy.min_match)
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        first = requests[0]
+        members = {request.uid: member for member, request in enumerate(requests)}
+        max_new_tokens = max(request.sampling.max_new_tokens for request in requests)
+        self._groups |= dict.fromkeys(members, _Group(members, first.prompt_ids, max_new_tokens, set(members)))
+
+    def follow(self, plan: StepPlan) -> None:
+        lines = []
+        for seat in plan.seats:
+            request = seat.sequence.request
+            group = self._groups[request.uid]
+            if not group.is_laid_out:
+                self._lay_out(group)
+            lines.append((seat.slot, *self._write_text(group, group.members[request.uid], seat.sequence.token_ids)))
+        if not lines:
+            return
+        numbers = self._to_device(torch.tensor(lines))
+        slots = numbers[:, 0]
+        for tensor, column in zip((self.start_S, self.end_S, self.base_S, self.own_S), numbers.T[1:], strict=True):
+            tensor.index_copy_(0, slots, column.int())
+        self.window_S.index_fill_(0, slots, min(widths.START_WIDTH, self.max_drafts))
+        self.hits_S.index_fill_(0, slots, 0.0)
+        self.tries_S.index_fill_(0, slots, 0.0)
+
+    def forget(self, uid: str) -> None:
+        group = self._groups.pop(uid)
+        group.open.discard(uid)
+        if not group.open and group.start is not None:
+            self._shelving.give_back(group.start)
+
+    def _lay_out(self, group: _Group) -> None:
+        shelf = lay_out(
+            group.prompt_ids, self._past(group.prompt_ids), len(group.members), group.max_new_tokens, SIBLING_WEIGHT
+        )
+        group.is_laid_out = True
+        fits = len(shelf.tokens) <= self._longest_shelf
+        group.start = self._shelving.take(len(shelf.tokens)) if fits else None
+        if group.start is None:
+            self.num_unshelved += 1
+            return
+        group.end = group.start + len(shelf.tokens)
+        group.segments = tuple(group.start + segment for segment in shelf.segments)
+        content = self._to_device(torch.from_numpy(np.array([shelf.tokens, shelf.weights, shelf.sources], np.int32)))
+        for tensor, values in zip((self.library_B, self.weights_B, self.sources_B), content, strict=True):
+            tensor[group.start : group.end] = values
+
+    def _write_text(self, group: _Group, member: int, token_ids: Sequence[int]) -> tuple[int, int, int, int]:
+        """What the sequence has said so far, over what it may have said from an earlier seat; its slot's numbers."""
+        if group.start is None:
+            return 0, 0, 0, 0
+        base, num_prompt = group.segments[member], len(group.prompt_ids)
+        text = np.full(group.max_new_tokens, NO_TEXT, np.int32)
+        text[: len(token_ids)] = token_ids
+        self.library_B[base + num_prompt :][: len(text)] = self._to_device(torch.from_numpy(text))
+        return group.start, group.end, base, base + max(0, num_prompt - MAX_MATCH)
+
+    def _to_device(self, content: Tensor) -> Tensor:
+        if not self.library_B.is_cuda:
+            return content
+        return content.pin_memory().to(self.library_B.device, non_blocking=True)

@@ -1,0 +1,92 @@
+"""Where the texts that a group may draft from lie in the device's library. Pure.
+
+A shelf is a stretch of the library for one group of requests: its prompt, past rollouts of that prompt, and a place for
+each member to write its own text into while it goes on. Texts begin with the end of the prompt, so that a match can
+reach back into it, and end with NO_TEXT, which matches nothing and where every draft ends.
+
+    NO_TEXT  prompt  NO_TEXT  tail rollout  NO_TEXT  ...  NO_TEXT  tail (room for a member)  NO_TEXT  ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NO_TEXT = -1
+MAX_MATCH = 16
+"""Tokens of a suffix that are compared at most, and so many of the prompt stand before every text."""
+
+SIBLING, HISTORY, OWN_TEXT = 1, 2, 3
+"""Sources of drafts: another sample of the same group, an earlier rollout, the prompt and the sequence's own text."""
+SOURCE_NAMES = {0: "sampled", SIBLING: "sibling", HISTORY: "history", OWN_TEXT: "own text"}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A past rollout and what its vote counts."""
+
+    token_ids: tuple[int, ...]
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """The content of a stretch, and where in it each member writes."""
+
+    tokens: list[int]
+    weights: list[int]
+    sources: list[int]
+    segments: tuple[int, ...]
+    """By member: the place in the stretch where position 0 of its sequence would lie."""
+
+
+def lay_out(
+    prompt_ids: Sequence[int], past: Sequence[Text], num_members: int, max_new_tokens: int, sibling_weight: int
+) -> Shelf:
+    tail = list(prompt_ids[-MAX_MATCH:])
+    tokens, weights, sources = [NO_TEXT], [0], [0]
+
+    def add(text: Sequence[int], weight: int, source: int) -> None:
+        tokens.extend((*text, NO_TEXT))
+        weights.extend([weight] * (len(text) + 1))
+        sources.extend([source] * (len(text) + 1))
+
+    add(prompt_ids, 1, OWN_TEXT)
+    for text in past:
+        add([*tail, *text.token_ids], text.weight, HISTORY)
+    segments = []
+    for _ in range(num_members):
+        segments.append(len(tokens) + len(tail) - len(prompt_ids))
+        add([*tail, *[NO_TEXT] * max_new_tokens], sibling_weight, SIBLING)
+    return Shelf(tokens, weights, sources, tuple(segments))
+
+
+class Shelving:
+    """Stretches of a library of fixed size: the first free one that is large enough."""
+
+    def __init__(self, size: int) -> None:
+        self._free = [(0, size)]
+        self._taken: dict[int, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return sum(size for _, size in self._free)
+
+    def take(self, size: int) -> int | None:
+        """The first place of a stretch of `size`, None if there is none."""
+        for index, (start, free) in enumerate(self._free):
+            if free >= size > 0:
+                self._free[index : index + 1] = [(start + size, free - size)] if free > size else []
+                self._taken[start] = size
+                return start
+        return None
+
+    def give_back(self, start: int) -> None:
+        free = sorted([*self._free, (start, self._taken.pop(start))])
+        merged: list[tuple[int, int]] = []
+        for begin, size in free:
+            if merged and merged[-1][0] + merged[-1][1] == begin:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((begin, size))
+        self._free = merged

@@ -1,0 +1,43 @@
+"""What the engine asks of a drafter: guesses of the tokens that come next, which it verifies and never trusts.
+
+A drafter lives in the step: `draft` and `learn` are tensor code without a host read, held by the step's CUDA graph.
+Whatever it guesses, the tokens are the same; only their number a step changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from slipstream.engine.sequences import StepPlan
+from slipstream.engine.state import StepState
+from slipstream.engine.strategy import Strategy
+from slipstream.types import Request
+
+
+class Drafter(Protocol):
+    max_drafts: int
+    """Of one sequence in one step."""
+
+    def draft(self, state: StepState, room: Tensor) -> None:
+        """Write `drafted` for every slot, and for slots that decode `drafts` and their `sources` (from 1 on).
+
+        At most `room` drafts of all slots together, a number on the device, and none beyond what is `allotted`.
+        """
+
+    def learn(self, state: StepState) -> None:
+        """Look at the report of the step that has just been committed."""
+
+    def tune(self, strategy: Strategy) -> None:
+        """On the host, before the step is launched."""
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        """On the host: these were submitted, one group."""
+
+    def follow(self, plan: StepPlan) -> None:
+        """On the host, before the step is launched: who takes a slot."""
+
+    def forget(self, uid: str) -> None:
+        """On the host: this sequence has ended or left."""

@@ -1,0 +1,93 @@
+"""The selector finds what pays, follows when that changes, and loses little where drafting never pays."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+
+import pytest
+
+from slipstream.draft.selector import DEFAULT_STRATEGIES, Selector
+from slipstream.engine.strategy import OFF, Strategy
+
+World = Callable[[int, Strategy], tuple[int, float]]
+"""Tokens and seconds of a step of a batch with a strategy."""
+
+
+def drive(selector: Selector, world: World, batch: int, steps: int) -> float:
+    """Tokens a second over all steps."""
+    tokens, seconds = 0, 0.0
+    for _ in range(steps):
+        strategy = selector.choose(batch)
+        gained, took = world(batch, strategy)
+        selector.observe(batch, strategy, gained, took)
+        tokens, seconds = tokens + gained, seconds + took
+    return tokens / seconds
+
+
+def world_with(odds: float, cost_of_draft: float, seed: int = 0) -> World:
+    dice = random.Random(seed)
+
+    def step(batch: int, strategy: Strategy) -> tuple[int, float]:
+        tokens = 0
+        for _ in range(batch):
+            tokens += 1
+            for _ in range(int(strategy.drafts_each)):
+                if dice.random() > odds:
+                    break
+                tokens += 1
+        cost = 1.0 + cost_of_draft * strategy.drafts_each + (0.01 if strategy.drafts_each else 0.0)
+        return tokens, cost * dice.uniform(0.97, 1.03)
+
+    return step
+
+
+def test_where_drafts_pay_most_tokens_come_from_the_best_way() -> None:
+    selector = Selector()
+    rate = drive(selector, world_with(0.8, 0.02), 8, 600)
+    best = max(drive(Selector([OFF, s]), world_with(0.8, 0.02), 8, 600) for s in DEFAULT_STRATEGIES if s != OFF)
+    assert selector.choose(8).drafts_each >= 4 and rate > 0.9 * best and rate > 2.0 * 8
+    assert selector.choices and "times the tokens" in selector.choices[0].reason
+
+
+@pytest.mark.parametrize("batch", [1, 16, 256])
+def test_where_drafts_never_pay_hardly_anything_is_lost(batch: int) -> None:
+    selector = Selector()
+    rate = drive(selector, world_with(0.05, 0.2), batch, 2000)
+    assert selector.choose(batch) == OFF and rate > 0.98 * batch
+
+
+def test_it_follows_when_the_world_changes_both_ways() -> None:
+    selector = Selector()
+    drive(selector, world_with(0.1, 0.1), 4, 300)
+    assert selector.choose(4) == OFF
+    drive(selector, world_with(0.9, 0.02), 4, 4000)
+    assert selector.choose(4).drafts_each >= 2
+    drive(selector, world_with(0.1, 0.3), 4, 4000)
+    assert selector.choose(4) == OFF
+
+
+def test_sizes_of_batch_are_judged_apart() -> None:
+    selector = Selector()
+    drive(selector, world_with(0.9, 0.01), 2, 300)
+    drive(selector, world_with(0.9, 1.5), 200, 300)
+    assert selector.choose(2).drafts_each >= 4 and selector.choose(200) == OFF
+
+
+def test_a_small_gain_does_not_make_it_change() -> None:
+    selector = Selector([OFF, Strategy(1.0)])
+
+    def nearly_equal(batch: int, strategy: Strategy) -> tuple[int, float]:
+        return batch, 0.98 if strategy.drafts_each else 1.0
+
+    drive(selector, nearly_equal, 4, 500)
+    assert selector.choose(4) == OFF and not selector.choices
+
+
+def test_what_was_learned_survives_a_checkpoint() -> None:
+    selector, other = Selector(), Selector()
+    drive(selector, world_with(0.9, 0.01), 8, 300)
+    other.load_state_dict(json.loads(json.dumps(selector.state_dict())))
+    assert other.choose(8) == selector.choose(8) != OFF
+    assert other.rates(8) == selector.rates(8)

@@ -1,0 +1,80 @@
+"""The Triton kernels of the search against the numba one: the same drafts; without a GPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from slipstream.draft import history as module
+from slipstream.draft.history import HistoryDrafter
+from slipstream.draft.shelves import Text
+from slipstream.engine.sequences import Running, Seat, StepPlan
+from slipstream.engine.state import StepState
+from slipstream.rng import derive_seed
+from slipstream.types import Request, SamplingParams
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_SLOTS, MAX_LENGTH, MAX_DRAFTS = 6, 60, 6
+
+
+def random_case(seed: int, device: torch.device) -> tuple[HistoryDrafter, StepState]:
+    """Two groups in some of the slots, with texts of few kinds of tokens, one shelf longer than a block."""
+    dice = random.Random(seed)
+
+    def text(length: int) -> tuple[int, ...]:
+        return tuple(dice.choice((3, 4, 5)) for _ in range(length))
+
+    past = [Text(text(dice.randint(0, 50)), dice.randint(1, 4)) for _ in range(dice.choice((3, 40)))]
+    drafter = HistoryDrafter(
+        num_slots=NUM_SLOTS,
+        max_drafts=MAX_DRAFTS,
+        library_tokens=9000,
+        longest_shelf=4000,
+        device=device,
+        past=lambda _: past,
+        min_match=dice.randint(1, 3),
+    )
+    state = StepState(
+        num_slots=NUM_SLOTS,
+        max_length=MAX_LENGTH,
+        num_table_pages=1,
+        trash_page=1,
+        device=device,
+        max_drafts=MAX_DRAFTS,
+    )
+    seats = []
+    sampling = SamplingParams(max_new_tokens=30)
+    for group in range(2):
+        prompt = text(dice.randint(1, 25))
+        requests = [
+            Request(f"{group}/{n}", str(group), prompt, derive_seed(seed, group, n), sampling) for n in range(2)
+        ]
+        drafter.expect(requests)
+        for member, request in enumerate(requests):
+            said = list(text(dice.randint(0, 20)))
+            seats.append(Seat(2 * group + member, Running(request, said), (*prompt, *said), 0))
+    plan = StepPlan((), (), tuple(seats), (), (), (), 0, 0, 0, False)
+    state.apply(plan)
+    drafter.follow(plan)
+    state["computed"].copy_(state["known"] - 1)
+    state["allotted"][:4] = 1 + MAX_DRAFTS
+    state["greedy"][1] = 1
+    return drafter, state
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_kernels_draft_what_numba_does(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    width = torch.tensor([6, 3, 6, 1, 0, 0, 0], dtype=torch.int32)
+    drafter, state = random_case(seed, torch.device("cpu"))
+    wanted = drafter._find(state, width)
+    drafts = [state["drafts"][slot, :count].tolist() for slot, count in enumerate(wanted.tolist())]
+    sources = [state["sources"][slot, :count].tolist() for slot, count in enumerate(wanted.tolist())]
+    drafter, state = random_case(seed, DEVICE)
+    monkeypatch.setattr(module, "KERNEL_DEVICES", {"cuda", "cpu"})
+    got = drafter._find(state, width.to(DEVICE))
+    assert got.tolist() == wanted.tolist() and (seed or sum(got.tolist()) > 5)
+    assert [state["drafts"][slot, :count].tolist() for slot, count in enumerate(got.tolist())] == drafts
+    assert [state["sources"][slot, :count].tolist() for slot, count in enumerate(got.tolist())] == sources

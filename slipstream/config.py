@@ -10,7 +10,7 @@ import difflib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -86,6 +86,8 @@ class Sampling(Section):
     min_p: float = Field(0.0, ge=0, le=1)
     max_new_tokens: int = Field(256, ge=1)
     """Longest response, in tokens."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts at which a response ends, beside the model's own end; they stay in it."""
 
 
 class EngineSettings(Section):
@@ -105,6 +107,34 @@ class EngineSettings(Section):
     sleep: Literal["off", "kv", "all"] = "off"
     """What the engine gives back to the device while the trainer works: nothing, the memory of its keys and values, or
     that and its weights. Costs a new capture of the CUDA graphs every step; for models that do not fit otherwise."""
+
+
+class Draft(Section):
+    """Several tokens of a sequence in one step: drafts of what comes next are verified, never trusted, so that tokens
+    are the same with and without."""
+
+    source: Literal["history", "off"] = "history"
+    """history: from the group's other samples, earlier rollouts of the prompt and the sequence itself. How much is
+    drafted is measured and chosen by the size of the batch; where it does not pay, nothing is."""
+    max_drafts: int = Field(32, ge=1, le=64)
+    """Of one sequence in one step."""
+    widths: Literal["odds", "aimd"] = "odds"
+    """How many a sequence gets: as many as its record makes likely to be right, or two more after each step in which
+    all were right and two after any other."""
+    library_tokens: int | None = Field(None, ge=1024)
+    """Room for texts to draft from, on the engine's device; None: for every group that can run at a time. With less,
+    some groups have no drafts."""
+
+
+class History(Section):
+    """Past rollouts of each prompt, in history.db in the run folder."""
+
+    keep_per_prompt: int = Field(16, ge=1)
+    """Rollouts of a prompt that are kept, the newest."""
+    disk_gb: float = Field(8.0, gt=0)
+    """Beyond this, prompts that were not drawn for long are forgotten."""
+    warm_from: Path | None = None
+    """Another run's folder, whose rollouts are there from the first step on."""
 
 
 class Algorithm(Section):
@@ -190,6 +220,8 @@ class Config(Section):
     reward: Reward = Reward()
     sampling: Sampling = Sampling()
     engine: EngineSettings = EngineSettings()
+    draft: Draft = Draft()
+    history: History = History()
     algorithm: Algorithm = Algorithm()
     train: Training = Training()
     warmup: Warmup | None = None

@@ -53,6 +53,8 @@ class SamplingParams:
     min_p: float = 0.0
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Texts that end a response; they stay in it."""
 
     @property
     def cuts_tail(self) -> bool:
@@ -147,10 +149,6 @@ class EngineFacts:
     decode_tokens: int
     """Tokens sampled so far."""
     num_forwards: int
-    num_drafted: int
-    """Tokens that were drafted and verified so far."""
-    num_accepted: int
-    """Of these, those that were right."""
     num_preempted: int
     """Times a sequence gave up its pages to older ones, to be computed again."""
     forward_s: float

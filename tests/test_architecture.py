@@ -54,7 +54,8 @@ PURE = {
         "slipstream.engine.batcher",
         "slipstream.engine.strategy",
     ],
-    "draft": ["slipstream.draft.shelves", "slipstream.draft.selector"],
+    "history": ["slipstream.history.store"],
+    "draft": [f"slipstream.draft.{name}" for name in ("shelves", "selector", "votes", "workloads")],
     "train": ["slipstream.train.algorithms", "slipstream.train.packing"],
     "tasks": [
         f"slipstream.tasks.{name}" for name in ("procedural", "rows", "sources", "verifiers", "rewards", "grading")

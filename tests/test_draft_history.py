@@ -76,11 +76,12 @@ def test_drafts_change_no_bit_and_some_are_right(rule: Rule, temperature: float)
     for past in ([], list(plain.values())):
         drafted, engine = generate(groups(temperature=temperature), drafter_with(past, rule=rule))
         assert drafted == plain
-        facts = engine.facts()
-        assert facts.num_accepted > 0 or not past
+        counts, facts = engine.draft_counts, engine.facts()
+        assert counts.num_accepted > 0 or not past
         if past:
             assert facts.decode_tokens > 1.3 * facts.num_forwards
-        assert sum(origin > 0 for rollout in drafted.values() for origin in rollout.origins) == facts.num_accepted
+        assert counts.num_tokens == facts.decode_tokens
+        assert sum(origin > 0 for rollout in drafted.values() for origin in rollout.origins) == counts.num_accepted
 
 
 @pytest.mark.parametrize("changes", [{"kv_tokens": 192}, {"steps_ahead": 1}, {"steps_ahead": 2, "kv_tokens": 320}])
@@ -88,7 +89,7 @@ def test_drafts_change_no_bit_and_some_are_right(rule: Rule, temperature: float)
 def test_drafts_change_no_bit_under_preemption_and_late_reading(changes: dict[str, int], drafts_each: float) -> None:
     plain, _ = generate(groups())
     drafted, engine = generate(groups(), drafter_with(list(plain.values())), drafts_each, **changes)
-    assert drafted == plain and engine.facts().num_accepted > 0
+    assert drafted == plain and engine.draft_counts.num_accepted > 0
     assert (engine.facts().num_preempted > 0) == ("kv_tokens" in changes and drafts_each < 1)
 
 

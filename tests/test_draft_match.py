@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.draft import match, widths
-from slipstream.draft.match import draft_plainly, draft_slots
+from slipstream.draft.match import draft_plainly, draft_slots_parallel, draft_slots_serial
 from slipstream.draft.shelves import HISTORY, MAX_MATCH, NO_TEXT, OWN_TEXT, SIBLING, Shelving, Text, lay_out
 from slipstream.rng import MASK32, gumbel
 
@@ -25,7 +27,8 @@ def draft_by_kernel(
     votes = np.array([9] * before + weights + [0] * (num_drafts + 1), np.int32)
     drafts, sources = np.zeros((1, num_drafts), np.int32), np.zeros((1, num_drafts), np.int32)
     found = np.zeros(1, np.int32)
-    draft_slots(
+    kernel: Any = draft_slots_serial if seed % 2 else draft_slots_parallel
+    kernel(
         np.array([text], np.int32), np.array([len(text)], np.int32), np.array([num_drafts], np.int32),
         np.array([greedy]), np.array([[seed & MASK32, seed >> 32]]), np.array([before]),
         np.array([before + len(shelf)]), np.array([10_000_000]), library, votes,

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from slipstream.config import build_config, load_config
 from slipstream.engine.engine import Engine
-from slipstream.models.loading import load_model
+from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.observe.store import RunStore
 from slipstream.runtime.folder import RunFolder
 from slipstream.runtime.local import build_engine, run_training
@@ -51,6 +51,9 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+TINY_ON_CPU = load_tokenizer("tiny"), torch.device("cpu")
+
+
 def write_recipe(folder: Path, name: str, **run: Any) -> Path:
     recipe = folder / f"{name}.yaml"
     recipe.write_text(yaml.safe_dump(SETTINGS | {"run": {"dir": str(folder / name), "save_every": 2, **run}}))
@@ -63,9 +66,9 @@ def start(recipe: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def measured(run_dir: Path) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl without what a clock says."""
+    """The rows of metrics.jsonl without what a clock says; how much is drafted depends on what was measured."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    timed = ("timing_s/", "perf/", "rollout/tokens_per_s")
+    timed = ("timing_s/", "perf/", "rollout/tokens_per_s", "rollout/spec_")
     return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
 
 
@@ -234,7 +237,9 @@ def test_memory_settings_change_no_number(changes: dict[str, Any], unbroken: Pat
 
 def test_the_token_match_is_the_share_of_tokens_that_come_out_the_same_alone(tmp_path: Path) -> None:
     model = load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
-    engine = build_engine(build_config(SETTINGS | {"run": {"dir": tmp_path}}), model, torch.device("cpu"))
+    engine = build_engine(
+        build_config(SETTINGS | {"run": {"dir": tmp_path}}), model, load_tokenizer("tiny"), torch.device("cpu")
+    )
     desk = RolloutDesk(engine, None, None, 0)  # type: ignore[arg-type]
     engine.submit([Request("0/0/0", "0/0", (5, 6, 7), 3, SamplingParams(max_new_tokens=10))])
     found: list[Rollout] = []
@@ -249,7 +254,7 @@ def test_the_token_match_is_the_share_of_tokens_that_come_out_the_same_alone(tmp
 def test_the_bfloat16_engine_keeps_exact_rotary_frequencies(tmp_path: Path) -> None:
     changes = {"run": {"dir": tmp_path}, "engine": {"dtype": "bfloat16"}}
     model = load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
-    engine = build_engine(build_config(SETTINGS | changes), model, torch.device("cpu"))
+    engine = build_engine(build_config(SETTINGS | changes), model, *TINY_ON_CPU)
     assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
     assert torch.equal(engine.model.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
 
@@ -266,10 +271,17 @@ def test_the_engine_settings_reach_the_engine(tmp_path: Path, monkeypatch: pytes
     model = load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
     settings = {"max_sequences": 8, "max_prompt_tokens": 32}
     by_default, changed = (
-        build_engine(build_config(SETTINGS | {"run": {"dir": tmp_path}, "engine": engine}), model, torch.device("cpu"))
+        build_engine(
+            build_config(SETTINGS | {"run": {"dir": tmp_path}, "engine": engine}),
+            model,
+            load_tokenizer("tiny"),
+            torch.device("cpu"),
+        )
         for engine in (settings, settings | {"kv_tokens": 130, "exact": False})
     )
-    assert given == {"max_sequences": 8, "max_length": 52, "kv_tokens": 130, "exact": False}
+    wanted = {"max_sequences": 8, "max_length": 52, "kv_tokens": 130, "exact": False}
+    assert {name: given[name] for name in wanted} == wanted
+    assert given["drafter"].max_drafts == 32 and given["policy"] is not None and given["decode"]([5]) != ""
     assert (by_default.facts().num_pages, changed.facts().num_pages) == (8, 3), "pages of 64 tokens"
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.draft import widths
-from slipstream.draft.match import draft_slots
+from slipstream.draft import cpu_widths, match, widths
 from slipstream.draft.shelves import MAX_MATCH, NO_TEXT, Shelving, Text, lay_out
 from slipstream.engine.sequences import StepPlan
 from slipstream.engine.state import StepState
@@ -26,6 +26,13 @@ from slipstream.engine.strategy import Strategy
 from slipstream.rng import MASK32
 from slipstream.types import Request
 
+_CPU: Any = SimpleNamespace(
+    draft_slots_serial=match.draft_slots_serial,
+    draft_slots_parallel=match.draft_slots_parallel,
+    earned_widths=cpu_widths.earned_widths,
+    share_out=cpu_widths.share_out,
+    learn=cpu_widths.learn,
+)
 KERNEL_DEVICES = {"cuda"}
 """Where the Triton kernels run. Tests add the CPU, with Triton's interpreter."""
 SIBLING_WEIGHT = 4
@@ -87,6 +94,20 @@ class HistoryDrafter:
         self.hits_S, self.tries_S = (new(num_slots + 1, dtype=torch.float32) for _ in range(2))
 
     def draft(self, state: StepState, room: Tensor) -> None:
+        if self.library_B.is_cuda:
+            self.draft_plainly(state, room)
+            return
+        is_aimd = self._rule == "aimd"
+        earned = [tensor.numpy() for tensor in (self.window_S, self.hits_S, self.tries_S)]
+        known, computed, allotted, limit = (state[name].numpy() for name in ("known", "computed", "allotted", "limit"))
+        width_S = torch.empty_like(self.window_S)
+        live = state["live"].numpy()
+        _CPU.earned_widths(is_aimd, live, known, computed, allotted, limit, *earned, self.max_drafts, width_S.numpy())
+        found_S = self._find(state, width_S)
+        _CPU.share_out(is_aimd, found_S.numpy(), *earned, int(room), state["drafted"].numpy())
+
+    def draft_plainly(self, state: StepState, room: Tensor) -> None:
+        """The plain twin of `draft`, and so far the GPU's way."""
         decodes_S = (state["live"] > 0) & (state["known"] - state["computed"] == 1)
         width_S = torch.minimum(state["allotted"] - 1, state["limit"] - state["known"] - 1)
         width_S = torch.where(decodes_S, width_S.clamp(0, self.max_drafts), 0)
@@ -110,7 +131,8 @@ class HistoryDrafter:
             )
         found_S = torch.zeros_like(width_S)
         seed_S2 = torch.stack([state["seed_low"], state["seed_high"]], 1).long() & MASK32
-        find: Any = draft_slots
+        is_short = int((self.end_S - self.start_S).sum()) < match.SERIAL_PLACES
+        find = _CPU.draft_slots_serial if is_short else _CPU.draft_slots_parallel
         find(
             *(state[name].numpy() for name in ("tokens", "known")),
             width_S.numpy(),
@@ -126,6 +148,18 @@ class HistoryDrafter:
 
     def learn(self, state: StepState) -> None:
         """Texts go on; rows that had drafts earn more or fewer."""
+        if self.library_B.is_cuda:
+            self.learn_plainly(state)
+            return
+        _CPU.learn(
+            *(tensor.numpy() for tensor in (state.report, state["live"], state["known"], self.base_S)),
+            (self.end_S > self.start_S).numpy(),
+            *(tensor.numpy() for tensor in (self.library_B, self.window_S, self.hits_S, self.tries_S)),
+            self.max_drafts,
+        )
+
+    def learn_plainly(self, state: StepState) -> None:
+        """The plain twin of `learn`, and so far the GPU's way."""
         width = self.max_drafts + 1
         count_S, tried_S = state.report[:, 0], state.report[:, 1]
         tokens_SJ, origins_SJ = state.report[:, 2 : 2 + width], state.report[:, 2 + 2 * width :]

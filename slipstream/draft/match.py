@@ -23,6 +23,8 @@ from slipstream.engine.sampling import gumbel_of
 BLOCK = 1024
 """Places of a shelf that are searched together; of each at most BLOCK_PLACES are kept, the last ones."""
 BLOCK_PLACES = 4
+SERIAL_PLACES = 1 << 17
+"""With fewer places to search in all, waking the other threads costs more than it saves."""
 MAX_PLACES = 64
 """Places with the longest match that vote; the last ones, which are those of siblings."""
 
@@ -111,8 +113,7 @@ def find_places(text_L, known, library_B, start, end, min_match, places_P):  # t
     return count
 
 
-@numba.njit(cache=True, parallel=True)
-def draft_slots(  # type: ignore[no-untyped-def]
+def _draft_slots(  # type: ignore[no-untyped-def]
     tokens_SL, known_S, width_S, greedy_S, seed_S2, start_S, end_S, own_S, library_B, weights_B, sources_B,
     min_match, drafts_SJ, sources_SJ, found_S,
 ):  # fmt: skip
@@ -152,3 +153,7 @@ def draft_slots(  # type: ignore[no-untyped-def]
             is_own = own_S[slot] <= places[0] < own_S[slot] + known
             sources_SJ[slot, index] = OWN_TEXT if is_own else sources_B[places[0]]
             found_S[slot] = index + 1
+
+
+draft_slots_serial = numba.njit(cache=True)(_draft_slots)
+draft_slots_parallel = numba.njit(cache=True, parallel=True)(_draft_slots)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""`match.draft_slots` on a GPU, as two Triton kernels: one searches blocks of shelves, the other lets the places vote.
+"""`match.draft_slots_serial` on a GPU: two Triton kernels, one searches blocks of shelves, one lets the places vote.
 
 The search reads each shelf once; where nothing matches a row's last token it looks no further back. Grids depend on the
 library's largest shelf and on the number of slots alone, so a CUDA graph can hold them.

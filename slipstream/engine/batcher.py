@@ -24,6 +24,7 @@ from itertools import count
 
 from slipstream.engine.pages import PagePool
 from slipstream.engine.sequences import Group, PartialRollout, Running, Sampler, Seat, StepPlan
+from slipstream.engine.stopping import StopTexts
 from slipstream.types import FinishReason, Request, Rollout
 
 MAX_STOP_TOKENS = 8
@@ -32,7 +33,14 @@ MAX_STOP_TOKENS = 8
 
 class Batcher:
     def __init__(
-        self, pool: PagePool, *, num_slots: int, max_step_tokens: int, max_length: int, page_tokens: int
+        self,
+        pool: PagePool,
+        *,
+        num_slots: int,
+        max_step_tokens: int,
+        max_length: int,
+        page_tokens: int,
+        stop_texts: StopTexts | None = None,
     ) -> None:
         if pool.num_pages * page_tokens < max_length:
             raise ValueError(
@@ -43,6 +51,7 @@ class Batcher:
         self.max_step_tokens = max_step_tokens
         self.max_length = max_length
         self.page_tokens = page_tokens
+        self._stop_texts = stop_texts
         self.admits_fresh = True
         """Whether sequences that have sampled nothing yet may take a free slot."""
         self.num_preempted = 0
@@ -119,6 +128,7 @@ class Batcher:
             for member in [member for member in group.members if member.has_begun]:
                 group.members.remove(member)
                 member.token_ids, member.logprobs, member.origins, member.first_version = [], [], [], -1
+                member.met_stop_text = False
                 fresh.setdefault(member.request.prompt_ids, Group(deque())).members.append(member)
             self._drop_if_empty(group)
         self._groups.extendleft(reversed(fresh.values()))
@@ -204,12 +214,25 @@ class Batcher:
             self.num_sampled += len(new)
             if sequence.first_version < 0:
                 sequence.first_version = version
+            self._look_for_stop_text(sequence, len(new))
             reason = sequence.finish_reason
             if reason is not None:
                 self._release(sequence)
                 self._live.remove(sequence.request.uid)
                 finished.append(_rollout(sequence, reason, version))
         return finished
+
+    def _look_for_stop_text(self, sequence: Running, num_new: int) -> None:
+        """What was sampled beyond the end of a stop text is dropped; the device is told, which does not know of it."""
+        stops = sequence.request.sampling.stop
+        if not stops or self._stop_texts is None:
+            return
+        end = self._stop_texts.end_of(sequence.token_ids, len(sequence.token_ids) - num_new, stops)
+        if end is not None:
+            self.num_sampled -= len(sequence.token_ids) - end
+            del sequence.token_ids[end:], sequence.logprobs[end:], sequence.origins[end:]
+            sequence.met_stop_text = True
+            self._vacated.append(sequence.slot)
 
     def _check(self, request: Request) -> None:
         assert request.uid not in self._live, f"request {request.uid} is already here"
@@ -223,6 +246,8 @@ class Batcher:
             )
         if len(request.sampling.stop_token_ids) > MAX_STOP_TOKENS:
             raise ValueError(f"request {request.uid}: at most {MAX_STOP_TOKENS} stop tokens, not more")
+        if request.sampling.stop and self._stop_texts is None:
+            raise ValueError(f"request {request.uid}: sampling.stop needs an engine that can decode")
         if request.script_ids and len(request.script_ids) != num_new:
             raise ValueError(
                 f"request {request.uid}: a script of {len(request.script_ids)} tokens needs as many max_new_tokens, "

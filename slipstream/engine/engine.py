@@ -29,7 +29,8 @@ from slipstream.engine.pages import PagePool
 from slipstream.engine.sequences import PartialRollout, StepPlan
 from slipstream.engine.state import BROKEN, StepState, read_report
 from slipstream.engine.step import StepSizes, run_step
-from slipstream.engine.strategy import OFF, DraftPolicy, Strategy
+from slipstream.engine.stopping import Decode, StopTexts
+from slipstream.engine.strategy import OFF, DraftCounts, DraftPolicy, Strategy
 from slipstream.models.cached import KVPages
 from slipstream.models.precision import check_batch_invariance, use_batch_invariant_products
 from slipstream.models.recognise import fuse, is_fused
@@ -77,10 +78,12 @@ class Engine:
         steps_ahead: int | None = None,
         drafter: Drafter | None = None,
         policy: DraftPolicy | None = None,
+        decode: Decode | None = None,
     ) -> None:
         """`max_length`: longest prompt + response in tokens. `kv_tokens`: by default as many as `max_sequences` of that
         length need; with fewer, sequences are preempted under pressure and computed again. `fused` and `graphs` off
-        give the plain twin. `steps_ahead`: steps launched before one is read; by default 1 on a GPU, else 0."""
+        give the plain twin. `steps_ahead`: steps launched before one is read; by default 1 on a GPU, else 0.
+        `decode`: for requests with stop texts."""
         self.device = next(model.parameters()).device
         on_gpu = self.device.type == "cuda"
         if on_gpu and exact:
@@ -97,6 +100,7 @@ class Engine:
             max_step_tokens=GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS,
             max_length=max_length,
             page_tokens=PAGE_TOKENS,
+            stop_texts=None if decode is None else StopTexts(decode),
         )
         self._pages = KVPages(pool.num_pages, PAGE_TOKENS)
         self._state = StepState(
@@ -120,7 +124,9 @@ class Engine:
         self._paused = False
         self._storage_bytes: list[tuple[torch.UntypedStorage, int]] | None = None
         """The storages of the weights and their sizes, while they are given back."""
-        self._prefill_tokens = self._num_forwards = self._num_drafted = self._num_accepted = 0
+        self._prefill_tokens = self._num_forwards = 0
+        self.draft_counts = DraftCounts()
+        """Since the start, or since somebody put new ones in their place."""
         self._forward_s = 0.0
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -228,8 +234,6 @@ class Engine:
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._batcher.num_sampled,
             num_forwards=self._num_forwards,
-            num_drafted=self._num_drafted,
-            num_accepted=self._num_accepted,
             num_preempted=self._batcher.num_preempted,
             forward_s=self._forward_s,
             kv_bytes=self._pages.num_bytes,
@@ -343,8 +347,9 @@ class Engine:
         if self.drafter is not None:
             for rollout in finished:
                 self.drafter.forget(rollout.request.uid)
-        self._num_drafted += sum(report.num_drafted)
-        self._num_accepted += sum(origin > 0 for line in origins or () for origin in line)
+            for tried, line in zip(report.num_drafted, report.origins, strict=True):
+                if line:
+                    self.draft_counts.add(tried, line)
         self._tell_policy(launched, sum(map(len, report.tokens)))
         if broken:
             raise BrokenLogits(

@@ -23,6 +23,7 @@ class Running:
     slot: int = -1
     seat: int = -1
     """A number given at seating, so that results for an earlier seat can be told apart; -1 while not seated."""
+    met_stop_text: bool = False
     pages: list[int] = field(default_factory=list)
     num_launched: int = 0
     """Tokens whose keys are computed, or will be by the steps launched so far; with drafts at least so many."""
@@ -53,7 +54,7 @@ class Running:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        if self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids:
+        if self.met_stop_text or (self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids):
             return "stop"
         return "length" if len(self.token_ids) >= self.request.sampling.max_new_tokens else None
 

@@ -1,8 +1,9 @@
-"""How much the engine drafts, and who decides it. Pure."""
+"""How much the engine drafts, who decides it, and what came of it. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -39,3 +40,37 @@ class Always:
 
     def observe(self, batch: int, strategy: Strategy, num_tokens: int, seconds: float) -> None:
         pass
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What came of drafts since somebody last asked."""
+
+    num_rows: int = 0
+    """Sequences that sampled, summed over the steps."""
+    num_tokens: int = 0
+    """What they sampled."""
+    drafted_at: Counter[int] = field(default_factory=Counter)
+    """Drafts that were verified, by their place after the last known token, from 0 on."""
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    accepted_from: Counter[int] = field(default_factory=Counter)
+    """By source."""
+
+    @property
+    def num_drafted(self) -> int:
+        return self.drafted_at.total()
+
+    @property
+    def num_accepted(self) -> int:
+        return self.accepted_at.total()
+
+    def add(self, num_drafted: int, origins: list[int]) -> None:
+        """One sequence's step: how many drafts it had, and where its tokens came from (0: sampled)."""
+        self.num_rows += 1
+        self.num_tokens += len(origins)
+        if num_drafted:
+            self.drafted_at.update(range(num_drafted))
+            for place, origin in enumerate(origins):
+                if origin:
+                    self.accepted_at[place] += 1
+                    self.accepted_from[origin] += 1

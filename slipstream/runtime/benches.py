@@ -55,7 +55,7 @@ def bench_engines(
     for shape in shapes:
         started = time.perf_counter()
         engine = Engine(
-            _model(shape, resolved, device),
+            load_shape(shape, resolved, device),
             max_sequences=max(batches),
             max_length=PROMPT_TOKENS + new_tokens,
             exact=exact,
@@ -80,12 +80,8 @@ def bench_engines(
             )
         del engine
     console.print(table)
-    record = {
+    record = describe_machine(device, resolved) | {
         "what": "slipstream bench engine",
-        "slipstream": installed_version("slipstream-rl"),
-        "torch": torch.__version__,
-        "device": _device_name(device),
-        "dtype": str(resolved).removeprefix("torch."),
         "exact": exact,
         "plain": plain,
         "copy_bytes_per_s": bandwidth,
@@ -97,6 +93,16 @@ def bench_engines(
     return record
 
 
+def describe_machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What every record of a measurement begins with."""
+    return {
+        "slipstream": installed_version("slipstream-rl"),
+        "torch": torch.__version__,
+        "device": _device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
 def _check_name(shape: str) -> None:
     """Before anything is measured, and without asking the hub for what is only misspelt."""
     if shape not in (*SHAPES, *BUILT_IN) and "/" not in shape and not Path(shape).is_dir():
@@ -104,7 +110,9 @@ def _check_name(shape: str) -> None:
         raise ValueError(f"unknown shape '{shape}'; known: {known}, or a model folder, or owner/name on the hub")
 
 
-def _model(shape: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_shape(shape: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Random weights of a known shape, or a model."""
+    _check_name(shape)
     if shape in SHAPES:
         return random_model(shape, dtype=dtype, device=device)
     return load_model(shape, dtype=dtype, device=device)

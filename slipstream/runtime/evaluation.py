@@ -40,6 +40,7 @@ def evaluate_sets(
         temperature=config.eval.temperature,
         max_new_tokens=config.sampling.max_new_tokens,
         stop_token_ids=stop_token_ids,
+        stop=config.sampling.stop,
     )
     for name, prompts in sets.items():
         for number, prompt in enumerate(prompts):

@@ -19,7 +19,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.config import Config
+from slipstream.draft.selector import Selector
 from slipstream.engine.engine import Engine
+from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.precision import resolve_precision, use_batch_invariant_products
 from slipstream.models.rendering import render_prompts, render_solution, stop_token_ids
@@ -27,6 +29,7 @@ from slipstream.models.weights import cast_weights
 from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
+from slipstream.runtime.drafting import build_drafter, open_history
 from slipstream.runtime.driver import drive
 from slipstream.runtime.evaluation import Interrupted
 from slipstream.runtime.folder import RunFolder
@@ -99,8 +102,11 @@ def run_training(
         if not run.warm_up(pairs):
             return Outcome("interrupted", folder.path, 0)
         trainer.reference = run.reference_model(device)
-        engine = build_engine(config, model, device)
-        reason = run.loop(engine, grader, prompts, eval_sets, stop_token_ids(model, tokenizer))
+        history = None
+        if config.draft.source == "history":
+            history = stack.enter_context(open_history(config, folder.path, run.step))
+        engine = build_engine(config, model, tokenizer, device, history, run.selector)
+        reason = run.loop(engine, history, grader, prompts, eval_sets, stop_token_ids(model, tokenizer))
         return Outcome(reason, folder.path, run.step)
 
 
@@ -124,6 +130,7 @@ class _Run:
         self.position = 0
         self.concluded = False
         self.warmup_done = 0
+        self.selector = Selector()
         self.row: dict[str, float] = {}
 
     def begin(self, checkpoint: Checkpoint | None, device: torch.device) -> None:
@@ -133,6 +140,7 @@ class _Run:
             self.trainer.load_state_dict(checkpoint.trainer_state)
             self.step, self.warmup_done = checkpoint.step, state["warmup_done"]
             self.position, self.concluded, self.row = state["position"], state["concluded"], state["row"]
+            self.selector.load_state_dict(state["drafting"])
         recorded = self.step if self.concluded else self.step - 1
         self.store.forget_after(self.step, recorded)
         self.log.resume_after(recorded)
@@ -194,7 +202,7 @@ class _Run:
             model=self.model,
             tokenizer=self.tokenizer,
             trainer_state=self.trainer.state_dict(),
-            run_state=run_state | {"warmup_done": self.warmup_done},
+            run_state=run_state | {"warmup_done": self.warmup_done, "drafting": self.selector.state_dict()},
             keep_last=self.config.run.keep_last,
         )
         self.console.note(f"saved {path}")
@@ -202,6 +210,7 @@ class _Run:
     def loop(
         self,
         engine: Engine,
+        history: HistoryStore | None,
         grader: Grader,
         prompts: Sequence[Prompt],
         eval_sets: dict[str, list[Prompt]],
@@ -210,6 +219,8 @@ class _Run:
         world = LocalWorld(
             self.config,
             engine=engine,
+            selector=self.selector,
+            history=history,
             trainer=self.trainer,
             desk=RolloutDesk(engine, grader, self.tokenizer, self.config.seed),
             prompts=prompts,
@@ -234,18 +245,29 @@ class _Run:
         return drive(Scheduler(self.config), world, first, time.time, write_events)
 
 
-def build_engine(config: Config, model: PreTrainedModel, device: torch.device) -> Engine:
-    """An engine with its own copy of the weights, in the engine's number format."""
+def build_engine(
+    config: Config,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    history: HistoryStore | None = None,
+    selector: Selector | None = None,
+) -> Engine:
+    """An engine with its own copy of the weights, in the engine's number format, that drafts if the recipe lets it."""
     dtype = resolve_precision(config.engine.dtype, device)
     served: PreTrainedModel = copy.deepcopy(model).requires_grad_(False)
     cast_weights(served, dtype)
     settings = config.engine
+    drafts = config.draft.source == "history"
     return Engine(
         served,
         max_sequences=settings.max_sequences,
         max_length=config.max_length,
         kv_tokens=settings.kv_tokens,
         exact=settings.exact,
+        drafter=build_drafter(config, history, device) if drafts else None,
+        policy=(selector or Selector()) if drafts else None,
+        decode=lambda token_ids: str(tokenizer.decode(list(token_ids))),
     )
 
 

@@ -38,7 +38,7 @@ def evaluate_target(target: Path, overrides: Sequence[str], *, quiet: bool = Fal
         console.start_run([f"evaluating {model_name} on {', '.join(sets)} ({device})"])
         evaluated = evaluate_sets(
             config,
-            RolloutDesk(build_engine(config, model, device), grader, tokenizer, config.seed),
+            RolloutDesk(build_engine(config, model, tokenizer, device), grader, tokenizer, config.seed),
             sets,
             step=0,
             stop_token_ids=stop_token_ids(model, tokenizer),

@@ -12,7 +12,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from slipstream.config import Config
+from slipstream.draft.selector import Selector
 from slipstream.engine.engine import Engine
+from slipstream.engine.strategy import DraftCounts
+from slipstream.history.store import HistoryStore
 from slipstream.models.weights import named_weights
 from slipstream.observe.console import Advance, Console
 from slipstream.observe.loggers import MetricLog
@@ -20,6 +23,7 @@ from slipstream.observe.metrics import rollout_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.store import RolloutKind, RunStore
 from slipstream.observe.timeline import write_trace
+from slipstream.runtime.drafting import draft_metrics, past_rollouts
 from slipstream.runtime.evaluation import Interrupted, evaluate_sets
 from slipstream.runtime.rollouts import GradedGroup, RolloutDesk
 from slipstream.schedule.events import (
@@ -56,6 +60,8 @@ class LocalWorld:
         config: Config,
         *,
         engine: Engine,
+        selector: Selector,
+        history: HistoryStore | None,
         trainer: Trainer,
         desk: RolloutDesk,
         prompts: Sequence[Prompt],
@@ -72,6 +78,7 @@ class LocalWorld:
         `stop_reason`: not None once somebody wants the run to end with a checkpoint."""
         self._config = config
         self._engine, self._trainer, self._desk = engine, trainer, desk
+        self._selector, self._history = selector, history
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
@@ -142,6 +149,11 @@ class LocalWorld:
         by_position, self._groups = self._groups, {}
         groups = [by_position[position] for position in sorted(by_position)]
         self._store_groups(action.step, "train", "train", groups)
+        if self._history is not None:
+            with self._timed("history"):
+                self._history.add(past_rollouts(action.step, groups))
+            self._row |= draft_metrics(self._take_draft_counts(), self._selector.saved_s)
+            self._selector.saved_s = 0.0
         check_faults([result for group in groups for result in group.results], self._config.reward.max_fault_share)
         self._row |= rollout_metrics(
             [result for group in groups for result in group.scored],
@@ -173,6 +185,10 @@ class LocalWorld:
 
             self._row |= self._trainer.step(samples, on_progress)
         return [StepTrained(action.step)]
+
+    def _take_draft_counts(self) -> DraftCounts:
+        counts, self._engine.draft_counts = self._engine.draft_counts, DraftCounts()
+        return counts
 
     def _samples(self, groups: Sequence[GradedGroup]) -> list[TrainSample]:
         scored = [group.scored for group in groups]

@@ -1,0 +1,141 @@
+"""What `slipstream bench history` runs: texts replayed with and without drafts, on any shape and size of batch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from slipstream.draft.history import HistoryDrafter
+from slipstream.draft.selector import Selector
+from slipstream.draft.shelves import MAX_MATCH, Text
+from slipstream.draft.workloads import PROMPT_TOKENS, ReplayGroup, adversarial, alike, seed_of
+from slipstream.engine.engine import Engine
+from slipstream.models.precision import resolve_precision
+from slipstream.runtime.benches import describe_machine, load_shape
+from slipstream.runtime.local import choose_device
+from slipstream.types import Request, SamplingParams
+
+COLUMNS = ("workload", "batch", "off tok/s", "tok/s", "gain", "tokens a step", "right", "chosen")
+MAX_DRAFTS = 32
+
+
+def bench_history(
+    shape: str,
+    batches: Sequence[int],
+    likenesses: Sequence[float],
+    *,
+    new_tokens: int,
+    json_file: Path | None,
+) -> dict[str, Any]:
+    """Time each workload at each size of batch; the record that is also written to `json_file`."""
+    device = choose_device("auto")
+    dtype = resolve_precision("auto", device)
+    model = load_shape(shape, dtype, device)
+    vocab_size = model.config.get_text_config().vocab_size
+    console = Console()
+    table = Table(title=f"{shape}: drafts from history against none", box=SIMPLE_HEAD)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("workload", "chosen") else "right", no_wrap=True)
+    rows: list[dict[str, Any]] = []
+    for batch in batches:
+        workloads = {f"{likeness:.0%} alike": alike(batch, new_tokens, likeness, vocab_size) for likeness in likenesses}
+        workloads["adversarial"] = adversarial(batch, new_tokens, vocab_size)
+        plain = Replay(model, batch, new_tokens, drafts=False)
+        drafting = Replay(model, batch, new_tokens, drafts=True)
+        for name, groups in workloads.items():
+            with console.status(f"{name}, batch {batch}"):
+                off, on = plain.measure(groups), drafting.measure(groups)
+            row = {"workload": name, "batch": batch, "off": off, "history": on}
+            row["gain"] = on["tokens_per_s"] / off["tokens_per_s"]
+            rows.append(row)
+            table.add_row(
+                name,
+                str(batch),
+                f"{off['tokens_per_s']:,.0f}",
+                f"{on['tokens_per_s']:,.0f}",
+                f"{row['gain']:.2f}",
+                f"{on['tokens_per_row']:.2f}",
+                f"{on['accept_rate']:.0%}",
+                on["chosen"],
+            )
+    console.print(table)
+    record = {"what": "slipstream bench history", "shape": shape, "new_tokens": new_tokens, "rows": rows}
+    record = describe_machine(device, dtype) | record
+    if json_file is not None:
+        json_file.write_text(json.dumps(record, indent=1) + "\n")
+        console.print(f"written to {json_file}")
+    return record
+
+
+class Replay:
+    """An engine that walks workloads, once to prepare graphs and choices and once by the clock."""
+
+    def __init__(self, model: PreTrainedModel, batch: int, new_tokens: int, *, drafts: bool) -> None:
+        max_length = PROMPT_TOKENS + new_tokens
+        self._past: dict[tuple[int, ...], list[Text]] = {}
+        self._selector = Selector()
+        drafter = None
+        if drafts:
+            shelf = PROMPT_TOKENS + 2 + 2 * batch * (MAX_MATCH + new_tokens + 1)
+            drafter = HistoryDrafter(
+                num_slots=batch,
+                max_drafts=MAX_DRAFTS,
+                library_tokens=2 * shelf,
+                longest_shelf=min(shelf, PROMPT_TOKENS + 2 + 16 * (MAX_MATCH + new_tokens + 1)),
+                device=model.device,
+                past=lambda ids: self._past.get(ids, ()),
+            )
+        self._engine = Engine(
+            model,
+            max_sequences=batch,
+            max_length=max_length,
+            drafter=drafter,
+            policy=self._selector if drafts else None,
+        )
+        self._batch = batch
+
+    def measure(self, groups: Sequence[ReplayGroup]) -> dict[str, Any]:
+        self._past = {group.prompt_ids: [Text(text, 1) for text in group.past] for group in groups}
+        self._walk(groups)
+        self._engine.draft_counts = type(self._engine.draft_counts)()
+        started = time.perf_counter()
+        num_tokens = self._walk(groups)
+        seconds = time.perf_counter() - started
+        counts = self._engine.draft_counts
+        return {
+            "tokens_per_s": num_tokens / seconds,
+            "tokens_per_row": counts.num_tokens / counts.num_rows if counts.num_rows else 1.0,
+            "accept_rate": counts.num_accepted / counts.num_drafted if counts.num_drafted else 0.0,
+            "chosen": str(self._selector.best(self._batch)),
+        }
+
+    def _walk(self, groups: Sequence[ReplayGroup]) -> int:
+        num_tokens = 0
+        for number, group in enumerate(groups):
+            self._engine.submit(
+                [
+                    Request(
+                        uid=f"{number}/{member}",
+                        group=str(number),
+                        prompt_ids=group.prompt_ids,
+                        seed=seed_of(number, member),
+                        sampling=SamplingParams(max_new_tokens=len(text)),
+                        script_ids=text,
+                    )
+                    for member, text in enumerate(group.texts)
+                ]
+            )
+        while self._engine.has_work:
+            num_tokens += sum(len(rollout.token_ids) for rollout in self._engine.step())
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        return num_tokens

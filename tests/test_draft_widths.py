@@ -1,0 +1,90 @@
+"""The CPU's kernels for widths and texts against their plain twins."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+from slipstream.draft.history import HistoryDrafter
+from slipstream.draft.shelves import Text
+from slipstream.draft.widths import Rule
+from slipstream.engine.sequences import Running, Seat, StepPlan
+from slipstream.engine.state import StepState
+from slipstream.types import Request, SamplingParams
+
+NUM_SLOTS, MAX_DRAFTS = 9, 6
+
+
+def random_case(seed: int, rule: Rule) -> tuple[HistoryDrafter, StepState]:
+    """Slots with texts that recur, records of all kinds, and a report of a step that has just been committed."""
+    dice = random.Random(seed)
+    state = StepState(
+        num_slots=NUM_SLOTS,
+        max_length=90,
+        num_table_pages=1,
+        trash_page=1,
+        device=torch.device("cpu"),
+        max_drafts=MAX_DRAFTS,
+    )
+    drafter = HistoryDrafter(
+        num_slots=NUM_SLOTS,
+        max_drafts=MAX_DRAFTS,
+        library_tokens=4000,
+        device=torch.device("cpu"),
+        past=lambda _: [Text((3, 4, 5) * 8, 1)],
+        rule=rule,
+    )
+    seats = []
+    for slot in range(NUM_SLOTS - 2):
+        request = Request(f"r{slot}", f"g{slot}", (3, 4, 5, 3), slot, SamplingParams(max_new_tokens=60))
+        drafter.expect([request])
+        said = [4, 5, 3] * dice.randint(0, 9)
+        seats.append(Seat(slot, Running(request, said), (3, 4, 5, 3, *said), 0))
+    plan = StepPlan((), (), tuple(seats), (), (), (), 0, 0, 0, False)
+    state.apply(plan)
+    drafter.follow(plan)
+    for slot in range(NUM_SLOTS):
+        state["computed"][slot] = max(0, int(state["known"][slot]) - dice.choice((1, 1, 1, 4)))
+        state["allotted"][slot] = dice.choice((1, 3, 7))
+        state["live"][slot] = dice.choice((0, 1, 1, 1)) * int(slot < NUM_SLOTS - 2)
+        drafter.window_S[slot] = dice.randint(1, MAX_DRAFTS)
+        drafter.hits_S[slot] = dice.choice((0.0, 1.0, 20.0)) * dice.random()
+        drafter.tries_S[slot] = drafter.hits_S[slot] + dice.choice((0.0, 1.0, 9.0)) * dice.random()
+    return drafter, state
+
+
+@pytest.mark.parametrize("rule", ["aimd", "odds"])
+@pytest.mark.parametrize("seed", range(10))
+def test_kernels_give_out_what_the_plain_rules_do(seed: int, rule: Rule) -> None:
+    given = []
+    for room in (0, 3, 11, 100):
+        drafter, state = random_case(seed, rule)
+        other = copy.deepcopy(state)
+        drafter.draft(state, torch.tensor(room))
+        drafter.draft_plainly(other, torch.tensor(room))
+        assert torch.equal(state["drafted"], other["drafted"]) and state["drafted"].sum() <= room
+        given.append(int(state["drafted"].sum()))
+    assert given == sorted(given) and (given[-1] > 0 or seed == 5)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_kernels_learn_what_the_plain_rules_do(seed: int) -> None:
+    dice = random.Random(seed)
+    pairs = [random_case(seed, "odds") for _ in range(2)]
+    for slot in range(NUM_SLOTS - 2):
+        count = dice.choice((0, 1, 2, MAX_DRAFTS + 1))
+        tried = max(0, count - 1) + dice.choice((0, 2)) if count else 0
+        tokens = [dice.randint(3, 9) for _ in range(MAX_DRAFTS + 1)]
+        right = [int(index < count - 1) for index in range(MAX_DRAFTS + 1)]
+        for _, state in pairs:
+            state["known"][slot] += count
+            state.report[slot] = torch.tensor([count, min(tried, MAX_DRAFTS), *tokens, *tokens, *right])
+    (kernel, one), (plain, other) = pairs
+    kernel.learn(one)
+    plain.learn_plainly(other)
+    for name in ("window_S", "hits_S", "tries_S"):
+        assert torch.equal(getattr(kernel, name), getattr(plain, name)), name
+    assert torch.equal(kernel.library_B[:-1], plain.library_B[:-1])

@@ -1,0 +1,121 @@
+"""A run with drafts is the run without them: the same tokens, rewards and weights, in fewer steps of the engine."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.config import build_config
+from slipstream.draft.selector import Selector
+from slipstream.draft.shelves import SOURCE_NAMES
+from slipstream.engine.strategy import DraftCounts, Strategy
+from slipstream.history.store import HistoryStore
+from slipstream.runtime.drafting import draft_metrics
+from slipstream.runtime.local import run_training
+
+PROMPTS, PER_STEP, SAMPLES, EPOCHS = 9, 3, 4, 3
+WORDS = {"wording": "terse", "min_length": 2, "max_length": 3, "max_value": 9}
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "run": {"dir": str(folder)},
+        "tasks": {"train": [{"source": "sorting", "size": PROMPTS, "seed": 1, "params": WORDS}]},
+        "reward": {
+            "functions": [{"function": f"{Path(__file__).parent / 'data' / 'reward_functions.py'}:shorter_is_better"}]
+        },
+        "warmup": {"steps": 30, "sequences_per_step": 9, "lr": 1e-3},
+        "sampling": {"max_new_tokens": 40},
+        "engine": {"max_sequences": 8, "max_prompt_tokens": 32},
+        "train": {
+            "steps": EPOCHS * PROMPTS // PER_STEP,
+            "prompts_per_step": PER_STEP,
+            "samples_per_prompt": SAMPLES,
+            "lr": 1e-4,
+        },
+    } | changes
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def told(folder: Path) -> list[dict[str, float]]:
+    """What a run's metrics say but for clocks and drafts."""
+    clocks = ("timing_s/", "perf/", "rollout/tokens_per_s", "rollout/spec_")
+    return [{name: value for name, value in row.items() if not name.startswith(clocks)} for row in rows_of(folder)]
+
+
+def rollouts(folder: Path) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(folder / "run.db") as connection:
+        return connection.execute("SELECT uid, token_ids, logprobs, reward FROM rollouts ORDER BY uid").fetchall()
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"step_{EPOCHS * PROMPTS // PER_STEP}" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafts") / "off"
+    run_training(build_config(settings(folder, draft={"source": "off"})), quiet=True)
+    return folder
+
+
+@pytest.fixture
+def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many drafts as fit, whatever the clock says."""
+    monkeypatch.setattr(Selector, "choose", lambda self, batch: Strategy(8.0))
+
+
+@pytest.mark.usefixtures("always_drafting")
+@pytest.mark.parametrize("widths", ["odds", "aimd"])
+def test_three_epochs_with_drafts_are_three_epochs_without(widths: str, without: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "on"
+    run_training(build_config(settings(folder, draft={"widths": widths})), quiet=True)
+    assert rollouts(folder) == rollouts(without)
+    assert told(folder) == told(without)
+    ours, theirs = weights(folder), weights(without)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
+    lengths = [row["rollout/spec_accept_length"] for row in rows_of(folder) if row["step"] > 0]
+    assert min(lengths) >= 1.0 and max(lengths[6:]) > 1.3, "the third epoch draws from two before it"
+    assert not (without / "history.db").exists()
+
+
+def test_the_selector_of_a_run_changes_no_number(without: Path, tmp_path: Path) -> None:
+    run_training(build_config(settings(tmp_path / "on")), quiet=True)
+    assert told(tmp_path / "on") == told(without) and rollouts(tmp_path / "on") == rollouts(without)
+
+
+@pytest.mark.usefixtures("always_drafting")
+def test_another_runs_history_is_there_from_the_first_step(without: Path, tmp_path: Path) -> None:
+    """From a run without drafts: its run.db has the rollouts too."""
+    run_training(
+        build_config(settings(tmp_path / "warm", history={"warm_from": str(without), "keep_per_prompt": 4})), quiet=True
+    )
+    assert rollouts(tmp_path / "warm") == rollouts(without)
+    first = next(row for row in rows_of(tmp_path / "warm") if row["step"] == 1)
+    assert first["rollout/spec_share_history"] > 0
+    with HistoryStore(tmp_path / "warm" / "history.db") as store:
+        assert store.num_prompts == PROMPTS and store.num_rollouts <= 4 * PROMPTS
+
+
+def test_the_metrics_of_drafts_by_hand() -> None:
+    counts = DraftCounts()
+    counts.add(3, [1, 1, 0])
+    counts.add(2, [2, 3])
+    counts.add(0, [0])
+    metrics = draft_metrics(counts, 1.5)
+    assert metrics["rollout/spec_drafted"] == 5 and metrics["rollout/spec_accepted"] == 4
+    assert metrics["rollout/spec_accept_rate"] == 0.8 and metrics["rollout/spec_wasted"] == 1
+    assert metrics["rollout/spec_accept_length"] == 2.0
+    assert metrics["rollout/spec_accept_at_1"] == 1.0 and metrics["rollout/spec_accept_at_2"] == 1.0
+    assert metrics["rollout/spec_share_sibling"] == pytest.approx(2 / 6)
+    assert draft_metrics(DraftCounts(), 0.0) == {} and set(SOURCE_NAMES) == {0, 1, 2, 3}

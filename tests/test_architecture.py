@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"types", "config", "rng"},
     "observe": {"types", "config", "rng"},
     "schedule": {"types", "config", "rng"},
-    "history": {"types", "config", "rng"},
+    "history": {"types"},
     "engine": {"types", "config", "rng", "models"},
     "draft": {"types", "config", "rng", "models", "engine", "history"},
     "train": {"types", "config", "rng", "models"},
@@ -54,7 +54,7 @@ PURE = {
         "slipstream.engine.batcher",
         "slipstream.engine.strategy",
     ],
-    "history": ["slipstream.history.store"],
+    "history": [f"slipstream.history.{name}" for name in ("cache", "eviction", "format", "store", "takeover")],
     "draft": [f"slipstream.draft.{name}" for name in ("shelves", "selector", "votes", "workloads")],
     "train": ["slipstream.train.algorithms", "slipstream.train.packing"],
     "tasks": [

@@ -24,7 +24,7 @@ from slipstream.runtime.benches import describe_machine, load_shape
 from slipstream.runtime.local import choose_device
 from slipstream.types import Request, SamplingParams
 
-COLUMNS = ("workload", "batch", "off tok/s", "tok/s", "gain", "tokens a step", "right", "chosen")
+COLUMNS = ("workload", "batch", "off", "drafts", "gain", "a step", "right", "chosen")
 MAX_DRAFTS = 32
 
 
@@ -42,7 +42,7 @@ def bench_history(
     model = load_shape(shape, dtype, device)
     vocab_size = model.config.get_text_config().vocab_size
     console = Console()
-    table = Table(title=f"{shape}: drafts from history against none", box=SIMPLE_HEAD)
+    table = Table(title=f"{shape}: tokens/s without and with drafts from history", box=SIMPLE_HEAD)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("workload", "chosen") else "right", no_wrap=True)
     rows: list[dict[str, Any]] = []

@@ -13,12 +13,12 @@ from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.shelves import MAX_MATCH, SOURCE_NAMES
 from slipstream.draft.votes import texts_of
 from slipstream.engine.strategy import DraftCounts
+from slipstream.history.format import FILE_NAME
 from slipstream.history.store import HistoryStore, PastRollout
 from slipstream.models.rendering import prompt_key
 from slipstream.runtime.rollouts import GradedGroup
 from slipstream.types import Scored
 
-HISTORY_FILE = "history.db"
 SHOWN_PLACES = (0, 1, 3, 7, 15)
 """After the last known token: how often the draft of the next one was right, of the second, the fourth and so on."""
 
@@ -44,7 +44,7 @@ def open_history(config: Config, run_dir: Path, step: int) -> HistoryStore:
     """The run's own history, without what was sampled after the step it goes on from; a new run may take another's."""
     settings = config.history
     store = HistoryStore(
-        run_dir / HISTORY_FILE, keep_per_prompt=settings.keep_per_prompt, disk_bytes=int(settings.disk_gb * 1e9)
+        run_dir / FILE_NAME, keep_per_prompt=settings.keep_per_prompt, disk_bytes=int(settings.disk_gb * 1e9)
     )
     store.forget_after(step)
     if step == 0 and settings.warm_from is not None:

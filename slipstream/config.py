@@ -113,7 +113,7 @@ class Draft(Section):
     """Several tokens of a sequence in one step: drafts of what comes next are verified, never trusted, so that tokens
     are the same with and without."""
 
-    source: Literal["history", "off"] = "history"
+    source: Literal["history", "off"] = "off"
     """history: from the group's other samples, earlier rollouts of the prompt and the sequence itself. How much is
     drafted is measured and chosen by the size of the batch; where it does not pay, nothing is."""
     max_drafts: int = Field(32, ge=1, le=64)

@@ -1,4 +1,4 @@
-"""The CPU's kernels for widths and texts against their plain twins."""
+"""The kernels for widths and texts, numba and Triton, against their plain twins."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from slipstream.draft import history as module
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.shelves import Text
 from slipstream.draft.widths import Rule
@@ -56,6 +57,15 @@ def random_case(seed: int, rule: Rule) -> tuple[HistoryDrafter, StepState]:
     return drafter, state
 
 
+@pytest.fixture(params=["numba", "triton"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setattr(module, "KERNEL_DEVICES", {"cpu"})
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rule", ["aimd", "odds"])
 @pytest.mark.parametrize("seed", range(10))
 def test_kernels_give_out_what_the_plain_rules_do(seed: int, rule: Rule) -> None:
@@ -70,6 +80,7 @@ def test_kernels_give_out_what_the_plain_rules_do(seed: int, rule: Rule) -> None
     assert given == sorted(given) and (given[-1] > 0 or seed == 5)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("seed", range(10))
 def test_kernels_learn_what_the_plain_rules_do(seed: int) -> None:
     dice = random.Random(seed)

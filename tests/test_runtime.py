@@ -272,7 +272,7 @@ def test_the_engine_settings_reach_the_engine(tmp_path: Path, monkeypatch: pytes
     settings = {"max_sequences": 8, "max_prompt_tokens": 32}
     by_default, changed = (
         build_engine(
-            build_config(SETTINGS | {"run": {"dir": tmp_path}, "engine": engine}),
+            build_config(SETTINGS | {"run": {"dir": tmp_path}, "engine": engine, "draft": {"source": "history"}}),
             model,
             load_tokenizer("tiny"),
             torch.device("cpu"),

@@ -65,7 +65,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafts") / "off"
-    run_training(build_config(settings(folder, draft={"source": "off"})), quiet=True)
+    run_training(build_config(settings(folder)), quiet=True)
     return folder
 
 
@@ -79,7 +79,7 @@ def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("widths", ["odds", "aimd"])
 def test_three_epochs_with_drafts_are_three_epochs_without(widths: str, without: Path, tmp_path: Path) -> None:
     folder = tmp_path / "on"
-    run_training(build_config(settings(folder, draft={"widths": widths})), quiet=True)
+    run_training(build_config(settings(folder, draft={"source": "history", "widths": widths})), quiet=True)
     assert rollouts(folder) == rollouts(without)
     assert told(folder) == told(without)
     ours, theirs = weights(folder), weights(without)
@@ -90,16 +90,15 @@ def test_three_epochs_with_drafts_are_three_epochs_without(widths: str, without:
 
 
 def test_the_selector_of_a_run_changes_no_number(without: Path, tmp_path: Path) -> None:
-    run_training(build_config(settings(tmp_path / "on")), quiet=True)
+    run_training(build_config(settings(tmp_path / "on", draft={"source": "history"})), quiet=True)
     assert told(tmp_path / "on") == told(without) and rollouts(tmp_path / "on") == rollouts(without)
 
 
 @pytest.mark.usefixtures("always_drafting")
 def test_another_runs_history_is_there_from_the_first_step(without: Path, tmp_path: Path) -> None:
     """From a run without drafts: its run.db has the rollouts too."""
-    run_training(
-        build_config(settings(tmp_path / "warm", history={"warm_from": str(without), "keep_per_prompt": 4})), quiet=True
-    )
+    history = {"warm_from": str(without), "keep_per_prompt": 4}
+    run_training(build_config(settings(tmp_path / "warm", draft={"source": "history"}, history=history)), quiet=True)
     assert rollouts(tmp_path / "warm") == rollouts(without)
     first = next(row for row in rows_of(tmp_path / "warm") if row["step"] == 1)
     assert first["rollout/spec_share_history"] > 0

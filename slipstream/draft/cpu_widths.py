@@ -11,7 +11,7 @@ import math
 import numba
 import numpy as np
 
-from slipstream.draft.widths import FORGETTING, LEAST_CHANCE, LEVELS, START_WIDTH, WIDER
+from slipstream.draft.widths import FORGETTING, LEVELS, LOG_STEP, MOST, START_WIDTH, WIDER
 
 
 @numba.njit(cache=True, inline="always")
@@ -22,8 +22,8 @@ def _cap(is_aimd, window, hits, tries, level):
     if is_aimd:
         return min(window, level)
     odds = (np.float32(hits) + np.float32(1)) / (np.float32(tries) + np.float32(2))
-    asked = np.float32(LEAST_CHANCE) ** (np.float32(level) / np.float32(LEVELS - 1))
-    return int(min(math.floor(np.float32(math.log(asked)) / np.float32(math.log(odds))), 10_000))
+    wide = np.float32(level) * np.float32(LOG_STEP) / np.float32(math.log(odds))
+    return int(min(math.floor(wide), MOST))
 
 
 @numba.njit(cache=True)

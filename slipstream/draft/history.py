@@ -94,8 +94,12 @@ class HistoryDrafter:
         self.hits_S, self.tries_S = (new(num_slots + 1, dtype=torch.float32) for _ in range(2))
 
     def draft(self, state: StepState, room: Tensor) -> None:
-        if self.library_B.is_cuda:
-            self.draft_plainly(state, room)
+        if self.library_B.device.type in KERNEL_DEVICES:
+            from slipstream.draft import triton_widths  # a machine without a GPU may lack triton
+
+            record = self.window_S, self.hits_S, self.tries_S
+            width_S = triton_widths.earned_widths(state, self._rule, *record, self.max_drafts)
+            triton_widths.share_out(self._rule, self._find(state, width_S), *record, room, state["drafted"])
             return
         is_aimd = self._rule == "aimd"
         earned = [tensor.numpy() for tensor in (self.window_S, self.hits_S, self.tries_S)]
@@ -107,7 +111,7 @@ class HistoryDrafter:
         _CPU.share_out(is_aimd, found_S.numpy(), *earned, int(room), state["drafted"].numpy())
 
     def draft_plainly(self, state: StepState, room: Tensor) -> None:
-        """The plain twin of `draft`, and so far the GPU's way."""
+        """The plain twin of `draft`."""
         decodes_S = (state["live"] > 0) & (state["known"] - state["computed"] == 1)
         width_S = torch.minimum(state["allotted"] - 1, state["limit"] - state["known"] - 1)
         width_S = torch.where(decodes_S, width_S.clamp(0, self.max_drafts), 0)
@@ -148,8 +152,11 @@ class HistoryDrafter:
 
     def learn(self, state: StepState) -> None:
         """Texts go on; rows that had drafts earn more or fewer."""
-        if self.library_B.is_cuda:
-            self.learn_plainly(state)
+        if self.library_B.device.type in KERNEL_DEVICES:
+            from slipstream.draft import triton_widths
+
+            shelves = self.base_S, self.start_S, self.end_S, self.library_B
+            triton_widths.learn(state, *shelves, self.window_S, self.hits_S, self.tries_S, self.max_drafts)
             return
         _CPU.learn(
             *(tensor.numpy() for tensor in (state.report, state["live"], state["known"], self.base_S)),
@@ -159,7 +166,7 @@ class HistoryDrafter:
         )
 
     def learn_plainly(self, state: StepState) -> None:
-        """The plain twin of `learn`, and so far the GPU's way."""
+        """The plain twin of `learn`."""
         width = self.max_drafts + 1
         count_S, tried_S = state.report[:, 0], state.report[:, 1]
         tokens_SJ, origins_SJ = state.report[:, 2 : 2 + width], state.report[:, 2 + 2 * width :]

@@ -10,6 +10,7 @@ Axes: S slots, K levels.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -22,6 +23,10 @@ LEVELS = 33
 """Of the first level all caps are 0."""
 LEAST_CHANCE = 0.15
 """A draft that is less likely to be right is not tried: verifying it costs more than it may win."""
+LOG_STEP = math.log(LEAST_CHANCE) / (LEVELS - 1)
+"""From one level to the next: of the chance that a draft must have to be tried."""
+MOST = 10_000
+"""A cap on caps, where nothing was ever wrong."""
 FORGETTING = 0.9
 """The share of a row's record that is kept at each step with drafts."""
 
@@ -33,8 +38,7 @@ def caps(rule: Rule, window_S: Tensor, hits_S: Tensor, tries_S: Tensor) -> Tenso
         return torch.minimum(window_S.unsqueeze(1), level_K)
     # The j-th draft is right with chance odds ** j; the mildest level asks for LEAST_CHANCE, the strictest for 1.
     odds_S = (hits_S + 1.0) / (tries_S + 2.0)
-    asked_K = LEAST_CHANCE ** (level_K / (LEVELS - 1))
-    wide_SK = (asked_K.log() / odds_S.log().unsqueeze(1)).floor().clamp(max=10_000)
+    wide_SK = (level_K.float() * LOG_STEP / odds_S.log().unsqueeze(1)).floor().clamp(max=MOST)
     return torch.where(level_K == 0, 0, wide_SK).int()
 
 
@@ -60,8 +64,3 @@ def learn_widths(
     keep_S = torch.where(drafted_S, FORGETTING, 1.0)
     hits_S.copy_(hits_S * keep_S + right_S)
     tries_S.copy_(tries_S * keep_S + torch.where(all_right_S, right_S, right_S + 1))
-
-
-def expected_accepted(odds: float, num_drafts: int) -> float:
-    """Drafts that are accepted on average if each is right with these odds, given that those before it were."""
-    return num_drafts if odds >= 1 else odds * (1 - odds**num_drafts) / (1 - odds) if odds > 0 else 0.0

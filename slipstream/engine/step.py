@@ -2,7 +2,7 @@
 
 Which tokens run follows from the state on the device alone; the host only gives sizes that are large enough. So the
 same lines run eagerly (on CPU, and as the plain twin) and inside a CUDA graph, and a step can be launched before the
-results of the one before are known. `pack` and `commit` are the plain twins of the kernels in `triton_step.py`.
+results of the one before are known. The functions below are the plain twins of the kernels in `triton_step.py`.
 
 A row that decodes runs its last known token and the drafts for what follows. A token is sampled at each of them, with
 the noise of its position, and kept as long as the draft it follows was what had been sampled there: so the tokens are
@@ -55,13 +55,13 @@ def run_step(
     model: PreTrainedModel, pages: KVPages, state: StepState, sizes: StepSizes, drafter: Drafter | None = None
 ) -> None:
     """Run every live slot's allotted tokens, and note in `state.report` what was sampled."""
-    pack_now, commit_now = pack, commit
+    room_now, pack_now, commit_now = room_for_drafts, pack, commit
     if state.report.is_cuda:
         from slipstream.engine import triton_step  # a machine without a GPU may lack triton
 
-        pack_now, commit_now = triton_step.pack, triton_step.commit
+        room_now, pack_now, commit_now = triton_step.room_for_drafts, triton_step.pack, triton_step.commit
     if drafter is not None and sizes.with_drafts:
-        drafter.draft(state, room_for_drafts(state, sizes))
+        drafter.draft(state, room_now(state, sizes))
     step = pack_now(state, sizes)
     logits_NV = row_logits(model, step.ids_T, pages, step.rows, step.sampled_at_N)
     tokens_N, logprobs_N = sample_rows(logits_NV, step.sampling, with_cuts=sizes.with_cuts)

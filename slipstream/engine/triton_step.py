@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""`step.pack` and `step.commit`, the plain twins, as four Triton kernels instead of a hundred small operations.
+"""`step.pack`, `commit` and `room_for_drafts`, the plain twins, as five Triton kernels instead of a hundred operations.
 
 One program sees all slots (a few thousand at most), so the rows are found by one running sum. Sizes and launches follow
 from shapes alone: a CUDA graph can hold them.
@@ -70,6 +70,16 @@ def pack(state: StepState, sizes: StepSizes) -> PackedStep:
     return PackedStep(ids_T, rows, sample_start_R1, sampled_at_N, sampling)
 
 
+def room_for_drafts(state: StepState, sizes: StepSizes) -> Tensor:
+    room = torch.empty((), dtype=torch.int32, device=state.report.device)
+    num_lines = state.num_slots + 1
+    _room[(1,)](
+        *(state[name] for name in ("known", "computed", "allotted", "live")), room, num_lines,
+        sizes.num_tokens, sizes.num_samples, BLOCK=triton.next_power_of_2(num_lines), **overlap(room.device),
+    )  # fmt: skip
+    return room
+
+
 def commit(state: StepState, step: PackedStep, tokens_N: Tensor, logprobs_N: Tensor) -> None:
     rows, buffer, drafts = step.rows, state["tokens"], state["drafts"]
     _commit[(len(rows.slot_R),)](
@@ -79,6 +89,21 @@ def commit(state: StepState, step: PackedStep, tokens_N: Tensor, logprobs_N: Ten
         WIDTH=state.max_drafts + 1, BLOCK=triton.next_power_of_2(state.max_drafts + 1), STOPS=MAX_STOP_TOKENS,
         num_warps=1, **overlap(buffer.device),
     )  # fmt: skip
+
+
+@triton.jit
+def _room(
+    known_ptr, computed_ptr, allotted_ptr, live_ptr, room_out, num_lines, num_tokens, num_samples,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    await_inputs(OVERLAPS)
+    slot = tl.arange(0, BLOCK)
+    here = slot < num_lines
+    due = tl.load(known_ptr + slot, here, other=0) - tl.load(computed_ptr + slot, here, other=0)
+    due *= tl.load(live_ptr + slot, here, other=0)
+    count = tl.minimum(tl.load(allotted_ptr + slot, here, other=0), due)
+    samplers = tl.sum(((count == due) & (count > 0)).to(tl.int32), 0)
+    tl.store(room_out, tl.minimum(num_tokens - tl.sum(count, 0), num_samples - samplers))
 
 
 @triton.jit

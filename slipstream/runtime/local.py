@@ -140,7 +140,7 @@ class _Run:
             self.trainer.load_state_dict(checkpoint.trainer_state)
             self.step, self.warmup_done = checkpoint.step, state["warmup_done"]
             self.position, self.concluded, self.row = state["position"], state["concluded"], state["row"]
-            self.selector.load_state_dict(state["drafting"])
+            self.selector.load_state_dict(state.get("drafting", {}))  # older checkpoints have none
         recorded = self.step if self.concluded else self.step - 1
         self.store.forget_after(self.step, recorded)
         self.log.resume_after(recorded)

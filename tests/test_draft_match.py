@@ -31,7 +31,7 @@ def draft_by_kernel(
     kernel(
         np.array([text], np.int32), np.array([len(text)], np.int32), np.array([num_drafts], np.int32),
         np.array([greedy]), np.array([[seed & MASK32, seed >> 32]]), np.array([before]),
-        np.array([before + len(shelf)]), np.array([10_000_000]), library, votes,
+        np.array([before + len(shelf)]), np.array([10_000_000]), np.array([10_000_000]), library, votes,
         np.arange(len(library), dtype=np.int32) - before, min_match, drafts, sources, found,
     )  # fmt: skip
     return drafts[0, : found[0]].tolist(), sources[0, : found[0]].tolist()

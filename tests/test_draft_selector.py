@@ -91,3 +91,11 @@ def test_what_was_learned_survives_a_checkpoint() -> None:
     other.load_state_dict(json.loads(json.dumps(selector.state_dict())))
     assert other.best(8) == selector.best(8) != OFF
     assert other.rates(8) == selector.rates(8)
+
+
+def test_ways_that_were_never_chosen_for_a_size_are_tried_however_a_step_is_counted() -> None:
+    selector = Selector()
+    for _ in range(2000):
+        strategy = selector.choose(3)
+        selector.observe(3, strategy, 3, 1.0 + strategy.drafts_each)
+    assert set(selector.rates(3)) == set(DEFAULT_STRATEGIES) and selector.best(3) == OFF

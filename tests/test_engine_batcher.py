@@ -372,6 +372,18 @@ def test_drafts_give_several_tokens_a_step_and_never_cost_another_its_pages() ->
     assert steps[12, 4] < 0.7 * steps[0, 0]
 
 
+def test_slots_that_the_device_has_not_heard_of_are_vacated_by_the_next_plan() -> None:
+    bench = Bench(num_pages=40, max_step_tokens=64)
+    bench.submit([Request(f"r{n}", "g", (7, 8), 0, SamplingParams(max_new_tokens=30)) for n in range(3)])
+    for _ in range(3):
+        bench.step()
+    slot = bench.batcher._seated["r2"].slot
+    bench.withdraw("r2")
+    lost = bench.batcher.plan()
+    bench.batcher.vacate_again(lost)
+    assert lost.vacated == (slot,) and bench.batcher.plan().vacated == (slot,)
+
+
 def test_everyones_turn_comes_when_there_are_more_sequences_than_tokens() -> None:
     bench = Bench(num_pages=200, max_step_tokens=3)
     requests = [

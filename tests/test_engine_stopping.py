@@ -41,6 +41,14 @@ def test_the_token_that_completes_a_stop_text(
     assert StopTexts(letters).end_of(token_ids, num_old, stops) == end
 
 
+def test_a_sign_that_is_cut_between_tokens_is_found() -> None:
+    def by_bytes(token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+    text = list("done\u3002more".encode())
+    assert StopTexts(by_bytes).end_of(text, 0, ["\u3002"]) == 7
+
+
 @cache
 def tiny() -> PreTrainedModel:
     return load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))

@@ -15,6 +15,7 @@ from slipstream.config import build_config
 from slipstream.draft.selector import Selector
 from slipstream.draft.shelves import SOURCE_NAMES
 from slipstream.engine.strategy import DraftCounts, Strategy
+from slipstream.history.format import HistoryStoreError
 from slipstream.history.store import HistoryStore
 from slipstream.runtime.drafting import draft_metrics
 from slipstream.runtime.local import run_training
@@ -104,6 +105,35 @@ def test_another_runs_history_is_there_from_the_first_step(without: Path, tmp_pa
     assert first["rollout/spec_share_history"] > 0
     with HistoryStore(tmp_path / "warm" / "history.db") as store:
         assert store.num_prompts == PROMPTS and store.num_rollouts <= 4 * PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("warm_from", "source", "words"),
+    [
+        ("nowhere", "history", "holds neither history.db nor run.db"),
+        ("mine", "history", "is this run's own folder"),
+        ("nowhere", "off", "of no use without drafts"),
+    ],
+)
+def test_a_wrong_history_is_noticed_before_anything_is_written(
+    warm_from: str, source: str, words: str, tmp_path: Path
+) -> None:
+    changes = {"draft": {"source": source}, "history": {"warm_from": str(tmp_path / warm_from)}}
+    with pytest.raises(ValueError, match=words):
+        run_training(build_config(settings(tmp_path / "mine", **changes)), quiet=True)
+    assert not (tmp_path / "mine" / "config.yaml").exists()
+
+
+def test_a_broken_history_costs_drafts_and_not_the_run(without: Path, tmp_path: Path) -> None:
+    config = build_config(settings(tmp_path / "on", draft={"source": "history"}))
+    with pytest.MonkeyPatch.context() as patched, pytest.warns(UserWarning, match="not in the history"):
+
+        def fails(*_: Any) -> None:
+            raise HistoryStoreError("history.db: the disk is full")
+
+        patched.setattr(HistoryStore, "add", fails)
+        run_training(config, quiet=True)
+    assert rollouts(tmp_path / "on") == rollouts(without)
 
 
 def test_the_metrics_of_drafts_by_hand() -> None:

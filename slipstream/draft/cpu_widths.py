@@ -23,7 +23,7 @@ def _cap(is_aimd, window, hits, tries, level):
         return min(window, level)
     odds = (np.float32(hits) + np.float32(1)) / (np.float32(tries) + np.float32(2))
     wide = np.float32(level) * np.float32(LOG_STEP) / np.float32(math.log(odds))
-    return int(min(math.floor(wide), MOST))
+    return int(max(min(math.floor(wide), MOST), level == LEVELS - 1))
 
 
 @numba.njit(cache=True)

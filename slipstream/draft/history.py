@@ -128,7 +128,7 @@ class HistoryDrafter:
             return triton_match.draft_slots(
                 state,
                 width_S,
-                *(self.start_S, self.end_S, self.own_S),
+                *(self.start_S, self.end_S, self.base_S, self.own_S),
                 *(self.library_B, self.weights_B, self.sources_B),
                 min_match=self.min_match,
                 longest_shelf=self._longest_shelf,
@@ -142,7 +142,7 @@ class HistoryDrafter:
             width_S.numpy(),
             (state["greedy"] > 0).numpy(),
             seed_S2.numpy(),
-            *(tensor.numpy() for tensor in (self.start_S, self.end_S, self.own_S)),
+            *(tensor.numpy() for tensor in (self.start_S, self.end_S, self.base_S, self.own_S)),
             *(tensor.numpy() for tensor in (self.library_B, self.weights_B, self.sources_B)),
             int(self.min_match),
             *(state[name].numpy() for name in ("drafts", "sources")),
@@ -217,9 +217,11 @@ class HistoryDrafter:
             self._shelving.give_back(group.start)
 
     def _lay_out(self, group: _Group) -> None:
-        shelf = lay_out(
-            group.prompt_ids, self._past(group.prompt_ids), len(group.members), group.max_new_tokens, SIBLING_WEIGHT
-        )
+        past = [Text(text.token_ids[: group.max_new_tokens], text.weight) for text in self._past(group.prompt_ids)]
+        shelf = lay_out(group.prompt_ids, past, len(group.members), group.max_new_tokens, SIBLING_WEIGHT)
+        while past and len(shelf.tokens) > self._longest_shelf:
+            past.pop()  # the oldest
+            shelf = lay_out(group.prompt_ids, past, len(group.members), group.max_new_tokens, SIBLING_WEIGHT)
         group.is_laid_out = True
         fits = len(shelf.tokens) <= self._longest_shelf
         group.start = self._shelving.take(len(shelf.tokens)) if fits else None

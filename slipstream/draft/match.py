@@ -114,11 +114,11 @@ def find_places(text_L, known, library_B, start, end, min_match, places_P):  # t
 
 
 def _draft_slots(  # type: ignore[no-untyped-def]
-    tokens_SL, known_S, width_S, greedy_S, seed_S2, start_S, end_S, own_S, library_B, weights_B, sources_B,
+    tokens_SL, known_S, width_S, greedy_S, seed_S2, start_S, end_S, base_S, own_S, library_B, weights_B, sources_B,
     min_match, drafts_SJ, sources_SJ, found_S,
 ):  # fmt: skip
-    """For every slot at most `width_S` drafts; how many were found. A slot's shelf is [start, end), its own text begins
-    at `own_S` and is as long as what it knows of it."""
+    """For every slot at most `width_S` drafts; how many were found. A slot's shelf is [start, end); its own text
+    begins at `own_S`, and position 0 of its sequence would lie at `base_S`."""
     for slot in numba.prange(len(known_S)):
         found_S[slot] = 0
         if width_S[slot] <= 0 or end_S[slot] <= start_S[slot]:
@@ -150,7 +150,7 @@ def _draft_slots(  # type: ignore[no-untyped-def]
                     kept += 1
             count = kept
             drafts_SJ[slot, index] = best_token
-            is_own = own_S[slot] <= places[0] < own_S[slot] + known
+            is_own = own_S[slot] <= places[0] < base_S[slot] + known
             sources_SJ[slot, index] = OWN_TEXT if is_own else sources_B[places[0]]
             found_S[slot] = index + 1
 

@@ -102,6 +102,10 @@ class Selector:
             bucket.trial, bucket.since_trial = None, 0
             self._settle(batch, bucket)
 
+    def has_tried_all(self, batch: int) -> bool:
+        bucket = self._bucket(batch)
+        return bucket.trial is None and all(bucket.steps.values())
+
     def best(self, batch: int) -> Strategy:
         """What has given most tokens a second so far."""
         return self._bucket(batch).best

@@ -28,6 +28,7 @@ def draft_slots(
     width_S: Tensor,
     start_S: Tensor,
     end_S: Tensor,
+    base_S: Tensor,
     own_S: Tensor,
     library_B: Tensor,
     weights_B: Tensor,
@@ -48,7 +49,7 @@ def draft_slots(
         BLOCK=BLOCK, KEPT=BLOCK_PLACES, MAX_MATCH=MAX_MATCH, **overlap(device),
     )  # fmt: skip
     _vote[(num_lines,)](
-        state["known"], width_S, state["greedy"], state["seed_low"], state["seed_high"], own_S,
+        state["known"], width_S, state["greedy"], state["seed_low"], state["seed_high"], base_S, own_S,
         library_B, weights_B, sources_B, min_match, length_SN, place_SNI, place_SP,
         drafts, state["sources"], found_S, num_blocks, drafts.shape[1],
         BLOCKS=triton.next_power_of_2(num_blocks), KEPT=BLOCK_PLACES, PLACES=MAX_PLACES,
@@ -94,8 +95,8 @@ def _search(
 
 @triton.jit
 def _vote(
-    known_ptr, width_ptr, greedy_ptr, low_ptr, high_ptr, own_ptr, library_ptr, weights_ptr, sources_ptr, min_match_ptr,
-    length_ptr, place_ptr, scratch_ptr, drafts_out, sources_out, found_out, num_blocks, max_drafts,
+    known_ptr, width_ptr, greedy_ptr, low_ptr, high_ptr, base_ptr, own_ptr, library_ptr, weights_ptr, sources_ptr,
+    min_match_ptr, length_ptr, place_ptr, scratch_ptr, drafts_out, sources_out, found_out, num_blocks, max_drafts,
     BLOCKS: tl.constexpr, KEPT: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The drafts of one slot, one after another, by the votes of the places with the longest match."""
@@ -127,7 +128,7 @@ def _vote(
         )
         known, greedy = tl.load(known_ptr + slot), tl.load(greedy_ptr + slot)
         low, high = tl.load(low_ptr + slot), tl.load(high_ptr + slot)
-        own = tl.load(own_ptr + slot)
+        base, own = tl.load(base_ptr + slot), tl.load(own_ptr + slot)
         going = count > 0
         while going & (found < width):
             token_P = tl.sum(tl.where(column[None, :] == found, next_PJ, 0), 1)
@@ -147,7 +148,7 @@ def _vote(
                 alive = alive & (token_P == token)
                 chosen = tl.min(tl.where(alive, index, PLACES), 0)
                 where = tl.sum(tl.where(index == chosen, place_P, 0), 0)
-                is_own = (where >= own) & (where < own + known)
+                is_own = (where >= own) & (where < base + known)
                 tl.store(drafts_out + slot * max_drafts + found, token)
                 source = tl.load(sources_ptr + where)
                 tl.store(sources_out + slot * max_drafts + found, tl.where(is_own, _OWN_TEXT, source))

@@ -65,6 +65,7 @@ def _cap(window, hits, tries, level, IS_AIMD: tl.constexpr):
         return tl.minimum(window, level)
     odds = (hits + 1.0) / (tries + 2.0)
     wide = tl.minimum(tl.floor(level.to(tl.float32) * _LOG_STEP / tl.log(odds)), _MOST)
+    wide = tl.where(level == _LEVELS - 1, tl.maximum(wide, 1.0), wide)
     return tl.where(level == 0, 0, wide.to(tl.int32))
 
 

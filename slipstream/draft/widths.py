@@ -19,7 +19,7 @@ from torch import Tensor
 Rule = Literal["aimd", "odds"]
 
 START_WIDTH, WIDER = 2, 2
-LEVELS = 33
+LEVELS = 65
 """Of the first level all caps are 0."""
 LEAST_CHANCE = 0.15
 """A draft that is less likely to be right is not tried: verifying it costs more than it may win."""
@@ -39,6 +39,8 @@ def caps(rule: Rule, window_S: Tensor, hits_S: Tensor, tries_S: Tensor) -> Tenso
     # The j-th draft is right with chance odds ** j; the mildest level asks for LEAST_CHANCE, the strictest for 1.
     odds_S = (hits_S + 1.0) / (tries_S + 2.0)
     wide_SK = (level_K.float() * LOG_STEP / odds_S.log().unsqueeze(1)).floor().clamp(max=MOST)
+    # One at the mildest level, however bad the record: a row that is never tried could not mend it.
+    wide_SK = torch.where(level_K == LEVELS - 1, wide_SK.clamp(min=1), wide_SK)
     return torch.where(level_K == 0, 0, wide_SK).int()
 
 

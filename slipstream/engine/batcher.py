@@ -133,6 +133,10 @@ class Batcher:
             self._drop_if_empty(group)
         self._groups.extendleft(reversed(fresh.values()))
 
+    def vacate_again(self, plan: StepPlan) -> None:
+        """The device may not have heard of this plan: the next one names its vacated slots once more."""
+        self._vacated[:0] = plan.vacated
+
     def send_back_unbegun(self) -> None:
         """Seated sequences without a token of their own go back to wait: their keys are no longer right."""
         self._send_back(sequence for sequence in self._seated.values() if not sequence.token_ids)
@@ -429,5 +433,5 @@ def _rollout(sequence: Running, reason: FinishReason, version: int) -> Rollout:
         finish_reason=reason,
         first_version=sequence.first_version,
         last_version=version,
-        origins=tuple(sequence.origins),
+        origins=tuple(sequence.origins) if len(sequence.origins) == len(sequence.token_ids) else (),
     )

@@ -12,6 +12,7 @@ and longer ones never planned; on a GPU by the settings of `models/precision.py`
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -57,6 +58,8 @@ class Launched:
     """A step on its way: what it will report, and when."""
 
     plan: StepPlan
+    batch: int
+    """Sequences that were running when it was planned."""
     strategy: Strategy
     version: int
     report: Tensor
@@ -145,13 +148,13 @@ class Engine:
         if not self._paused and self._batcher.has_work:
             assert self._storage_bytes is None, "the engine's weights were put to sleep; apply_weights first"
             started = time.perf_counter()
-            strategy = OFF if self.policy is None else self.policy.choose(self._batcher.num_running)
-            num_drafts = round(strategy.drafts_each * self._batcher.num_running)
-            plan = self._batcher.plan(num_drafts, self._state.max_drafts)
+            batch = max(1, self._batcher.num_running)
+            strategy = OFF if self.policy is None else self.policy.choose(batch)
+            plan = self._batcher.plan(math.ceil(strategy.drafts_each * batch), self._state.max_drafts)
             try:
-                self._launch(plan, strategy)
+                self._launch(plan, batch, strategy)
             except Exception:
-                self._forget_launched()
+                self._forget_launched(plan)
                 raise
             # On a GPU the step before this one is read while this one runs; nothing to run means all must be read.
             while len(self._unread) > (self._steps_ahead if plan.num_tokens else 0):
@@ -251,7 +254,7 @@ class Engine:
         finally:
             self._batcher.admits_fresh = True
 
-    def _launch(self, plan: StepPlan, strategy: Strategy) -> None:
+    def _launch(self, plan: StepPlan, batch: int, strategy: Strategy) -> None:
         """Tell the device what changes and start the step; returns before a GPU is done with it."""
         if plan.copies:
             copies = torch.tensor(plan.copies)
@@ -273,7 +276,7 @@ class Engine:
             body()
         else:
             self._graphs.run(sizes, body)
-        self._unread.append(self._request_report(plan, strategy))
+        self._unread.append(self._request_report(plan, batch, strategy))
         self._num_forwards += 1
         self._prefill_tokens += plan.num_tokens - plan.num_drafts - len(plan.samplers)
 
@@ -300,13 +303,14 @@ class Engine:
         """How long the step took, if it only decoded and came right after another."""
         before, self._last_done = self._last_done, launched.done
         plan = launched.plan
-        if self.policy is None or before is None or plan.num_tokens > len(plan.samplers) + plan.num_drafts:
+        only_decoded = plan.num_tokens == len(plan.samplers) + plan.num_drafts
+        if self.policy is None or before is None or not only_decoded or not num_tokens:
             return
         if isinstance(launched.done, torch.cuda.Event):
             seconds = before.elapsed_time(launched.done) / 1e3  # type: ignore[union-attr]
         else:
             seconds = launched.done - before  # type: ignore[operator]
-        self.policy.observe(len(plan.samplers), launched.strategy, num_tokens, seconds)
+        self.policy.observe(launched.batch, launched.strategy, num_tokens, seconds)
 
     def _withdraw(self, uid: str) -> PartialRollout:
         partial = self._batcher.withdraw(uid)
@@ -314,19 +318,20 @@ class Engine:
             self.drafter.forget(uid)
         return partial
 
-    def _request_report(self, plan: StepPlan, strategy: Strategy) -> Launched:
+    def _request_report(self, plan: StepPlan, batch: int, strategy: Strategy) -> Launched:
         report = self._state.report
         if self.device.type != "cuda":
-            return Launched(plan, strategy, self._version.number, report.clone(), time.perf_counter())
+            return Launched(plan, batch, strategy, self._version.number, report.clone(), time.perf_counter())
         host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
         host.copy_(report, non_blocking=True)
         done = torch.cuda.Event(enable_timing=True)
         done.record()
-        return Launched(plan, strategy, self._version.number, host, done)
+        return Launched(plan, batch, strategy, self._version.number, host, done)
 
-    def _forget_launched(self) -> None:
+    def _forget_launched(self, plan: StepPlan) -> None:
         """A launch failed half-way: what is running is computed again from the tokens that are known."""
         self._unread.clear()
+        self._batcher.vacate_again(plan)
         self._batcher.send_back_running()
 
     def _read(self, launched: Launched) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
+PART_OF_SIGN = "\ufffd"
 MARGIN = 8
 """Tokens before those a stop text can span: characters may be cut between tokens."""
 
@@ -20,11 +21,12 @@ class StopTexts:
 
     def end_of(self, token_ids: Sequence[int], num_old: int, stops: Sequence[str]) -> int | None:
         """The number of tokens up to the one that completes a stop text, if that is not among the first `num_old`."""
-        # A token alone may decode without the spaces at its edges, but not without any other character.
+        # A token alone may decode without the spaces at its edges, or to a part of a sign, but shows all other signs.
         last_signs = None if any(stop[-1].isspace() for stop in stops) else {stop[-1] for stop in stops}
         window = max(map(len, stops)) + MARGIN
         for end in range(num_old + 1, len(token_ids) + 1):
-            if last_signs is not None and not last_signs.intersection(self._piece(token_ids[end - 1])):
+            piece = self._piece(token_ids[end - 1])
+            if last_signs is not None and not last_signs.intersection(piece) and PART_OF_SIGN not in piece:
                 continue
             tail = self._decode(token_ids[max(0, end - window) : end])
             if any(stop in tail for stop in stops):

@@ -31,7 +31,8 @@ MOST_FEW_ROWS = 16
 class Product:
     """Linear layers of the same input as one product."""
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], activation: Activation | None = None) -> None:
+        """`activation`: of the first of two, which then multiplies the second, if `activated` will be asked."""
         self._weight, self._pieces = _stack([layer.weight for layer in linears])
         self._bias: Tensor | None = None
         if linears[0].bias is not None:
@@ -39,14 +40,13 @@ class Product:
             self._pieces += pieces
         weight = self._weight
         form = weight.shape[0], weight.shape[1], self._bias is not None, weight.dtype
-        self._has_kernel = weight.is_cuda and _kernel_agrees(*form, weight.device)
+        self._has_kernel = weight.is_cuda and _kernel_agrees(*form, weight.device, activation)
         self.is_packed = weight.device.type == "cpu" and _packing_keeps_bits(*form, torch.get_num_threads())
         self._packed: Tensor | None = None
         self.refresh()
 
     def __call__(self, x: Tensor) -> Tensor:
-        for stack, offset, parameter in self._pieces:
-            assert parameter.data_ptr() == stack.data_ptr() + offset, "weights moved or cast after fusing; fuse last"
+        self._check_place()
         if self._packed is not None:
             return _packed_product(x, self._packed, self._bias)
         if self._serves_few(x):
@@ -57,12 +57,17 @@ class Product:
         """For gates and what they multiply: the whole of it in one kernel where there is one, else by `act_mul`."""
         return self._of_few(x, activation) if self._serves_few(x) else act_mul(self(x), activation)
 
+    def _check_place(self) -> None:
+        for stack, offset, parameter in self._pieces:
+            assert parameter.data_ptr() == stack.data_ptr() + offset, "weights moved or cast after fusing; fuse last"
+
     def _serves_few(self, x: Tensor) -> bool:
         return self._has_kernel and x.numel() <= MOST_FEW_ROWS * x.shape[-1]
 
     def _of_few(self, x: Tensor, activation: Activation | None = None) -> Tensor:
         from slipstream.models.small_product import small_product  # a machine without a GPU may lack triton
 
+        self._check_place()
         return small_product(x.flatten(0, -2), self._weight, self._bias, activation).unflatten(0, x.shape[:-1])
 
     def __deepcopy__(self, memo: dict[int, object]) -> Product:

@@ -189,7 +189,7 @@ def _fused_layer(layer: Any, handover: Handover) -> FusedLayer:
         uses_rope=bool(getattr(layer.self_attn, "use_rope", True)),
         qkv=Product(qkv),
         output=Product([output]),
-        gate_up=Product(gate_up),
+        gate_up=Product(gate_up, activation),
         down=Product([down]),
         activation=activation,
         before_attention=norms.get("input_layernorm"),

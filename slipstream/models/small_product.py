@@ -26,7 +26,7 @@ from triton.runtime.errors import OutOfResources
 
 from slipstream.models.launching import await_inputs, overlap
 from slipstream.models.products import MOST_FEW_ROWS
-from slipstream.models.triton_layers import activate
+from slipstream.models.triton_layers import act_mul, activate
 
 if TYPE_CHECKING:
     from slipstream.models.fused import Activation
@@ -69,8 +69,16 @@ def small_product(
 
 
 @cache
-def agrees(num_outputs: int, num_inputs: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel runs on this device and cuBLAS gives the same bits for this shape, by trial."""
+def agrees(
+    num_outputs: int,
+    num_inputs: int,
+    has_bias: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    activation: Activation | None = None,
+) -> bool:
+    """Whether the kernel runs on this device and cuBLAS gives the same bits for this shape, by trial; with an
+    activation, whether both variants do."""
     if tiling(num_outputs, num_inputs) is None or dtype not in (torch.bfloat16, torch.float16):
         return False
     draw = torch.Generator(device).manual_seed(0)
@@ -81,7 +89,11 @@ def agrees(num_outputs: int, num_inputs: int, has_bias: bool, dtype: torch.dtype
     bias_N = bias_1N[0] if has_bias else None
     many_MN = linear(x_MK, weight_NK, bias_N)
     try:
-        return all(torch.equal(small_product(x_MK[:n], weight_NK, bias_N), many_MN[:n]) for n in (1, 5, MOST_FEW_ROWS))
+        same = [torch.equal(small_product(x_MK[:n], weight_NK, bias_N), many_MN[:n]) for n in (1, 5, MOST_FEW_ROWS)]
+        if activation is not None:
+            few = small_product(x_MK[:MOST_FEW_ROWS], weight_NK, bias_N, activation)
+            same.append(torch.equal(few, act_mul(many_MN[:MOST_FEW_ROWS].contiguous(), activation)))
+        return all(same)
     except OutOfResources:  # a GPU with less shared memory
         return False
 

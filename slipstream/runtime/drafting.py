@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import torch
 
 from slipstream.config import Config
 from slipstream.draft.history import HistoryDrafter
-from slipstream.draft.shelves import MAX_MATCH, SOURCE_NAMES
+from slipstream.draft.shelves import MAX_MATCH, SOURCE_NAMES, Text
 from slipstream.draft.votes import texts_of
 from slipstream.engine.strategy import DraftCounts
-from slipstream.history.format import FILE_NAME
+from slipstream.history.format import FILE_NAME, HistoryStoreError
 from slipstream.history.store import HistoryStore, PastRollout
+from slipstream.history.takeover import find_source
 from slipstream.models.rendering import prompt_key
 from slipstream.runtime.rollouts import GradedGroup
 from slipstream.types import Scored
@@ -35,9 +37,39 @@ def build_drafter(config: Config, history: HistoryStore | None, device: torch.de
         library_tokens=config.draft.library_tokens or num_groups * longest,
         longest_shelf=longest,
         device=device,
-        past=lambda ids: texts_of(history.of_prompt(prompt_key(ids))) if history is not None else (),
+        past=lambda ids: _past_texts(history, ids),
         rule=config.draft.widths,
     )
+
+
+def _past_texts(history: HistoryStore | None, prompt_ids: tuple[int, ...]) -> list[Text]:
+    """A history that cannot be read costs time, not the run."""
+    if history is None:
+        return []
+    try:
+        return texts_of(history.of_prompt(prompt_key(prompt_ids)))
+    except HistoryStoreError as error:
+        warnings.warn(f"no drafts from history: {error}", stacklevel=2)
+        return []
+
+
+def remember(history: HistoryStore, step: int, groups: Sequence[GradedGroup]) -> None:
+    try:
+        history.add(past_rollouts(step, groups))
+    except HistoryStoreError as error:
+        warnings.warn(f"step {step} is not in the history: {error}", stacklevel=2)
+
+
+def check_warm_history(config: Config) -> None:
+    """Before anything is written: is there something to take over, and a use for it?"""
+    other = config.history.warm_from
+    if other is None:
+        return
+    if config.draft.source == "off":
+        raise ValueError("history.warm_from is of no use without drafts: write draft.source=history, or leave it out")
+    if other.resolve() == config.run.dir.resolve():
+        raise ValueError(f"history.warm_from={other} is this run's own folder; write that of another run")
+    find_source(other)
 
 
 def open_history(config: Config, run_dir: Path, step: int) -> HistoryStore:
@@ -68,7 +100,7 @@ def past_rollouts(step: int, groups: Sequence[GradedGroup]) -> list[PastRollout]
     ]
 
 
-def draft_metrics(counts: DraftCounts, saved_s: float) -> dict[str, float]:
+def draft_metrics(counts: DraftCounts, saved_s: float, num_unshelved: int = 0) -> dict[str, float]:
     """Of one step; nothing if no sequence sampled."""
     if not counts.num_rows:
         return {}
@@ -78,6 +110,7 @@ def draft_metrics(counts: DraftCounts, saved_s: float) -> dict[str, float]:
         "rollout/spec_accepted": float(counts.num_accepted),
         "rollout/spec_wasted": float(counts.num_drafted - counts.num_accepted),
         "rollout/spec_saved_s": saved_s,
+        "rollout/spec_groups_without_room": float(num_unshelved),
     }
     if counts.num_drafted:
         metrics["rollout/spec_accept_rate"] = counts.num_accepted / counts.num_drafted

@@ -29,7 +29,7 @@ from slipstream.models.weights import cast_weights
 from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
-from slipstream.runtime.drafting import build_drafter, open_history
+from slipstream.runtime.drafting import build_drafter, check_warm_history, open_history
 from slipstream.runtime.driver import drive
 from slipstream.runtime.evaluation import Interrupted
 from slipstream.runtime.folder import RunFolder
@@ -92,6 +92,7 @@ def run_training(
             temperature=config.sampling.temperature,
             max_new_tokens=limit,
         )
+        check_warm_history(config)
         # From here on the folder changes: everything that the user can get wrong has been looked at.
         folder.begin(config, checkpoint, overwrite)
         store = stack.enter_context(RunStore(folder.path))
@@ -267,7 +268,7 @@ def build_engine(
         exact=settings.exact,
         drafter=build_drafter(config, history, device) if drafts else None,
         policy=(selector or Selector()) if drafts else None,
-        decode=lambda token_ids: str(tokenizer.decode(list(token_ids))),
+        decode=lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)),
     )
 
 

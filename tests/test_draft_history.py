@@ -76,7 +76,7 @@ def test_drafts_change_no_bit_and_some_are_right(rule: Rule, temperature: float)
     for past in ([], list(plain.values())):
         drafted, engine = generate(groups(temperature=temperature), drafter_with(past, rule=rule))
         assert drafted == plain
-        counts, facts = engine.draft_counts, engine.facts()
+        counts, facts = engine.take_draft_counts(), engine.facts()
         assert counts.num_accepted > 0 or not past
         if past:
             assert facts.decode_tokens > 1.3 * facts.num_forwards
@@ -89,7 +89,7 @@ def test_drafts_change_no_bit_and_some_are_right(rule: Rule, temperature: float)
 def test_drafts_change_no_bit_under_preemption_and_late_reading(changes: dict[str, int], drafts_each: float) -> None:
     plain, _ = generate(groups())
     drafted, engine = generate(groups(), drafter_with(list(plain.values())), drafts_each, **changes)
-    assert drafted == plain and engine.draft_counts.num_accepted > 0
+    assert drafted == plain and engine.take_draft_counts().num_accepted > 0
     assert engine.facts().num_preempted > 0 or drafts_each > 1 or "kv_tokens" not in changes
 
 
@@ -121,7 +121,7 @@ def test_a_library_that_is_full_leaves_groups_without_drafts() -> None:
     plain, _ = generate(groups())
     drafter = drafter_with(list(plain.values()), library_tokens=700)
     drafted, _ = generate(groups(), drafter)
-    assert drafted == plain and drafter.num_unshelved > 0
+    assert drafted == plain and drafter.num_unserved > 0
     assert drafter._shelving.num_free == 700, "all shelves were given back"
 
 

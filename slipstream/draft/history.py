@@ -77,8 +77,7 @@ class HistoryDrafter:
         self._rule: widths.Rule = rule
         self._groups: dict[str, _Group] = {}
         self._shelving = Shelving(library_tokens)
-        self.num_unshelved = 0
-        """Groups for which the library had no room."""
+        self.num_unserved = 0
 
         def new(count: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full((count,), value, dtype=dtype, device=device)
@@ -144,7 +143,7 @@ class HistoryDrafter:
             seed_S2.numpy(),
             *(tensor.numpy() for tensor in (self.start_S, self.end_S, self.base_S, self.own_S)),
             *(tensor.numpy() for tensor in (self.library_B, self.weights_B, self.sources_B)),
-            int(self.min_match),
+            self._min_match,
             *(state[name].numpy() for name in ("drafts", "sources")),
             found_S.numpy(),
         )
@@ -226,7 +225,7 @@ class HistoryDrafter:
         fits = len(shelf.tokens) <= self._longest_shelf
         group.start = self._shelving.take(len(shelf.tokens)) if fits else None
         if group.start is None:
-            self.num_unshelved += 1
+            self.num_unserved += 1
             return
         group.end = group.start + len(shelf.tokens)
         group.segments = tuple(group.start + segment for segment in shelf.segments)

@@ -61,6 +61,11 @@ def lay_out(
     return Shelf(tokens, weights, sources, tuple(segments))
 
 
+def shelf_tokens(num_prompt: int, num_texts: int, text_tokens: int) -> int:
+    """Places that a shelf takes at most: its prompt, and past rollouts and members of at most `text_tokens` each."""
+    return num_prompt + 2 + num_texts * (MAX_MATCH + text_tokens + 1)
+
+
 class Shelving:
     """Stretches of a library of fixed size: the first free one that is large enough."""
 

@@ -161,7 +161,7 @@ class Batcher:
         seats = self._seat_waiting(copies, entries)
         shares = self._share_out()
         max_drafts = min(max_drafts, self.max_step_tokens - sum(shares.values()))
-        drafts_each = min(drafts_each, max(0, max_drafts))
+        drafts_each = min(drafts_each, max_drafts)
         drafts: dict[Running, int] = {}
         while shares and not (drafts := self._grow_all(shares, drafts_each, entries)):
             shares = self._share_out()  # all who had a share were preempted: it is the others' turn
@@ -179,7 +179,7 @@ class Batcher:
         for slot, tokens in changed:
             self._allotted[slot] = tokens
         vacated, self._vacated = self._vacated, []
-        num_drafts = max(0, min(max_drafts, sum(sampler.num_drafts for sampler in samplers)))
+        num_drafts = min(max_drafts, sum(sampler.num_drafts for sampler in samplers))
         return StepPlan(
             vacated=tuple(vacated),
             copies=tuple(copies),

@@ -20,6 +20,8 @@ from slipstream.types import Request
 class Drafter(Protocol):
     max_drafts: int
     """Of one sequence in one step."""
+    num_unserved: int
+    """Groups so far that it had no room for: they are sampled without drafts."""
 
     def draft(self, state: StepState, room: Tensor) -> None:
         """Write `drafted` for every slot, and for slots that decode `drafts` and their `sources` (from 1 on).

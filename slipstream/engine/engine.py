@@ -128,8 +128,7 @@ class Engine:
         self._storage_bytes: list[tuple[torch.UntypedStorage, int]] | None = None
         """The storages of the weights and their sizes, while they are given back."""
         self._prefill_tokens = self._num_forwards = 0
-        self.draft_counts = DraftCounts()
-        """Since the start, or since somebody put new ones in their place."""
+        self._draft_counts = DraftCounts()
         self._forward_s = 0.0
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -245,6 +244,11 @@ class Engine:
             paused=self._paused,
         )
 
+    def take_draft_counts(self) -> DraftCounts:
+        """What came of drafts since this was last asked."""
+        counts, self._draft_counts = self._draft_counts, DraftCounts()
+        return counts
+
     def _finish_running(self) -> None:
         assert not self._paused, "a paused engine cannot finish its sequences"
         self._batcher.admits_fresh = False
@@ -354,7 +358,7 @@ class Engine:
                 self.drafter.forget(rollout.request.uid)
             for tried, line in zip(report.num_drafted, report.origins, strict=True):
                 if line:
-                    self.draft_counts.add(tried, line)
+                    self._draft_counts.add(tried, line)
         self._tell_policy(launched, sum(map(len, report.tokens)))
         if broken:
             raise BrokenLogits(

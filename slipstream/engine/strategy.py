@@ -44,7 +44,7 @@ class Always:
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What came of drafts since somebody last asked."""
+    """What came of drafts in some steps."""
 
     num_rows: int = 0
     """Sequences that sampled, summed over the steps."""

@@ -144,8 +144,8 @@ def _find_rows(
 
 
 @triton.jit
-def _row_of(start_ptr, place, num_rows):
-    """As many rows as end at or before a place; num_rows for padding."""
+def _row_of(start_ptr, slot_ptr, place, num_rows, trash_slot):
+    """Of a place: its row, whether it is one (not padding), its slot, and the place within the row."""
     low = place * 0
     high = low + num_rows
     width = num_rows
@@ -156,7 +156,9 @@ def _row_of(start_ptr, place, num_rows):
         low = tl.where(searching & passed, middle + 1, low)
         high = tl.where(searching & (passed == 0), middle, high)
         width = width // 2
-    return low
+    real = low < num_rows
+    slot = tl.where(real, tl.load(slot_ptr + low, real, other=0), trash_slot)
+    return low, real, slot, place - tl.load(start_ptr + low, real, other=0)
 
 
 @triton.jit
@@ -168,10 +170,7 @@ def _place_tokens(
     await_inputs(OVERLAPS)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = token < num_tokens
-    row = _row_of(start_ptr, token, num_rows)
-    real = row < num_rows
-    slot = tl.where(real, tl.load(slot_ptr + row, real, other=0), trash_slot)
-    offset = token - tl.load(start_ptr + row, real, other=0)
+    _, real, slot, offset = _row_of(start_ptr, slot_ptr, token, num_rows, trash_slot)
     position = tl.where(real, tl.load(computed_ptr + slot, real, other=0) + offset, 0)
     drafted = position - tl.load(known_ptr + slot, real, other=1)
     is_draft = drafted >= 0
@@ -193,10 +192,7 @@ def _place_samples(
     await_inputs(OVERLAPS)
     sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = sample < num_samples
-    row = _row_of(sample_start_ptr, sample, num_rows)
-    real = row < num_rows
-    slot = tl.where(real, tl.load(slot_ptr + row, real, other=0), trash_slot)
-    offset = sample - tl.load(sample_start_ptr + row, real, other=0)
+    row, real, slot, offset = _row_of(sample_start_ptr, slot_ptr, sample, num_rows, trash_slot)
     # The samples of a row are at its last tokens.
     from_end = tl.load(sample_start_ptr + row + 1, real, other=0) - sample
     at = tl.where(real, tl.load(start_ptr + row + 1, real, other=0) - from_end, 0)

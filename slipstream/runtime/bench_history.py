@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.selector import Selector
-from slipstream.draft.shelves import MAX_MATCH, Text
-from slipstream.draft.workloads import PROMPT_TOKENS, ReplayGroup, adversarial, alike, seed_of
+from slipstream.draft.shelves import Text, shelf_tokens
+from slipstream.draft.workloads import GROUP, PROMPT_TOKENS, ReplayGroup, adversarial, alike, seed_of
 from slipstream.engine.engine import Engine
 from slipstream.models.precision import resolve_precision
-from slipstream.runtime.benches import describe_machine, load_shape
+from slipstream.runtime.benches import check_shape, describe_machine, load_shape, new_table, write_record
 from slipstream.runtime.local import choose_device
 from slipstream.types import Request, SamplingParams
 
@@ -38,14 +35,14 @@ def bench_history(
     json_file: Path | None,
 ) -> dict[str, Any]:
     """Time each workload at each size of batch; the record that is also written to `json_file`."""
+    check_shape(shape)
     device = choose_device("auto")
     dtype = resolve_precision("auto", device)
     model = load_shape(shape, dtype, device)
     vocab_size = model.config.get_text_config().vocab_size
     console = Console()
-    table = Table(title=f"{shape}: tokens/s without and with drafts from history", box=SIMPLE_HEAD)
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("workload", "chosen") else "right", no_wrap=True)
+    title = f"{shape}: tokens/s without and with drafts from history"
+    table = new_table(title, COLUMNS, words=("workload", "chosen"))
     rows: list[dict[str, Any]] = []
     for batch in batches:
         workloads = {f"{likeness:.0%} alike": alike(batch, new_tokens, likeness, vocab_size) for likeness in likenesses}
@@ -71,9 +68,7 @@ def bench_history(
     console.print(table)
     record = {"what": "slipstream bench history", "shape": shape, "new_tokens": new_tokens, "rows": rows}
     record = describe_machine(device, dtype) | record
-    if json_file is not None:
-        json_file.write_text(json.dumps(record, indent=1) + "\n")
-        console.print(f"written to {json_file}")
+    write_record(record, json_file, console)
     return record
 
 
@@ -86,12 +81,12 @@ class Replay:
         self._selector = Selector()
         drafter = None
         if drafts:
-            shelf = PROMPT_TOKENS + 2 + 2 * batch * (MAX_MATCH + new_tokens + 1)
+            shelf = shelf_tokens(PROMPT_TOKENS, 2 * batch, new_tokens)
             drafter = HistoryDrafter(
                 num_slots=batch,
                 max_drafts=MAX_DRAFTS,
                 library_tokens=2 * shelf,
-                longest_shelf=min(shelf, PROMPT_TOKENS + 2 + 16 * (MAX_MATCH + new_tokens + 1)),
+                longest_shelf=min(shelf, shelf_tokens(PROMPT_TOKENS, 2 * GROUP, new_tokens)),
                 device=model.device,
                 past=lambda ids: self._past.get(ids, ()),
             )
@@ -113,11 +108,11 @@ class Replay:
             self._walk(groups)
             if self._engine.drafter is None or self._selector.has_tried_all(self._batch):
                 break
-        self._engine.draft_counts = type(self._engine.draft_counts)()
+        self._engine.take_draft_counts()
         started = time.perf_counter()
         num_tokens = self._walk(groups)
         seconds = time.perf_counter() - started
-        counts = self._engine.draft_counts
+        counts = self._engine.take_draft_counts()
         return {
             "tokens_per_s": num_tokens / seconds,
             "tokens_per_row": counts.num_tokens / counts.num_rows if counts.num_rows else 1.0,

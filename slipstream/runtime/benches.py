@@ -41,7 +41,7 @@ def bench_engines(
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"--dtype is auto, float32 or bfloat16, not '{dtype}'")
     for shape in shapes:
-        _check_name(shape)
+        check_shape(shape)
     device = choose_device("auto")
     precision: Precision = dtype  # type: ignore[assignment]
     resolved = resolve_precision(precision, device)
@@ -49,9 +49,7 @@ def bench_engines(
     bandwidth = read_bandwidth(device)
     rows: list[dict[str, Any]] = []
     title = f"{_device_name(device)}, {resolved}, copy {bandwidth / 1e12:.2f} TB/s"
-    table = Table(title=title, box=SIMPLE_HEAD)
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "shape" else "right", no_wrap=True)
+    table = new_table(title, COLUMNS, words=("shape",))
     for shape in shapes:
         started = time.perf_counter()
         engine = Engine(
@@ -87,10 +85,22 @@ def bench_engines(
         "copy_bytes_per_s": bandwidth,
         "rows": rows,
     }
+    write_record(record, json_file, console)
+    return record
+
+
+def new_table(title: str, columns: Sequence[str], words: Sequence[str]) -> Table:
+    """Numbers to the right, columns of `words` to the left; narrow enough for a terminal of 80 columns."""
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
+    return table
+
+
+def write_record(record: dict[str, Any], json_file: Path | None, console: Console) -> None:
     if json_file is not None:
         json_file.write_text(json.dumps(record, indent=1) + "\n")
         console.print(f"written to {json_file}")
-    return record
 
 
 def describe_machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -103,7 +113,7 @@ def describe_machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]
     }
 
 
-def _check_name(shape: str) -> None:
+def check_shape(shape: str) -> None:
     """Before anything is measured, and without asking the hub for what is only misspelt."""
     if shape not in (*SHAPES, *BUILT_IN) and "/" not in shape and not Path(shape).is_dir():
         known = ", ".join((*SHAPES, *BUILT_IN))
@@ -112,7 +122,6 @@ def _check_name(shape: str) -> None:
 
 def load_shape(shape: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Random weights of a known shape, or a model."""
-    _check_name(shape)
     if shape in SHAPES:
         return random_model(shape, dtype=dtype, device=device)
     return load_model(shape, dtype=dtype, device=device)

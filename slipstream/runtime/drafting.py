@@ -11,7 +11,7 @@ import torch
 
 from slipstream.config import Config
 from slipstream.draft.history import HistoryDrafter
-from slipstream.draft.shelves import MAX_MATCH, SOURCE_NAMES, Text
+from slipstream.draft.shelves import SOURCE_NAMES, Text, shelf_tokens
 from slipstream.draft.votes import texts_of
 from slipstream.engine.strategy import DraftCounts
 from slipstream.history.format import FILE_NAME, HistoryStoreError
@@ -28,8 +28,8 @@ SHOWN_PLACES = (0, 1, 3, 7, 15)
 def build_drafter(config: Config, history: HistoryStore | None, device: torch.device) -> HistoryDrafter:
     """Drafts from the group, the sequence itself and, where there is a store, from earlier rollouts."""
     keep = config.history.keep_per_prompt if history is not None else 0
-    text_tokens = MAX_MATCH + config.sampling.max_new_tokens + 1
-    longest = config.engine.max_prompt_tokens + 2 + (keep + config.train.samples_per_prompt) * text_tokens
+    num_texts = keep + config.train.samples_per_prompt
+    longest = shelf_tokens(config.engine.max_prompt_tokens, num_texts, config.sampling.max_new_tokens)
     num_groups = math.ceil(config.engine.max_sequences / config.train.samples_per_prompt) + 1
     return HistoryDrafter(
         num_slots=config.engine.max_sequences,
@@ -100,7 +100,7 @@ def past_rollouts(step: int, groups: Sequence[GradedGroup]) -> list[PastRollout]
     ]
 
 
-def draft_metrics(counts: DraftCounts, saved_s: float, num_unshelved: int = 0) -> dict[str, float]:
+def draft_metrics(counts: DraftCounts, saved_s: float, num_unserved: int = 0) -> dict[str, float]:
     """Of one step; nothing if no sequence sampled."""
     if not counts.num_rows:
         return {}
@@ -110,7 +110,7 @@ def draft_metrics(counts: DraftCounts, saved_s: float, num_unshelved: int = 0) -
         "rollout/spec_accepted": float(counts.num_accepted),
         "rollout/spec_wasted": float(counts.num_drafted - counts.num_accepted),
         "rollout/spec_saved_s": saved_s,
-        "rollout/spec_groups_without_room": float(num_unshelved),
+        "rollout/spec_groups_without_room": float(num_unserved),
     }
     if counts.num_drafted:
         metrics["rollout/spec_accept_rate"] = counts.num_accepted / counts.num_drafted

@@ -14,7 +14,6 @@ from typing import Any
 from slipstream.config import Config
 from slipstream.draft.selector import Selector
 from slipstream.engine.engine import Engine
-from slipstream.engine.strategy import DraftCounts
 from slipstream.history.store import HistoryStore
 from slipstream.models.weights import named_weights
 from slipstream.observe.console import Advance, Console
@@ -152,8 +151,8 @@ class LocalWorld:
         if self._history is not None:
             with self._timed("history"):
                 remember(self._history, action.step, groups)
-            num_unshelved = getattr(self._engine.drafter, "num_unshelved", 0)
-            self._row |= draft_metrics(self._take_draft_counts(), self._selector.saved_s, num_unshelved)
+            num_unserved = self._engine.drafter.num_unserved if self._engine.drafter is not None else 0
+            self._row |= draft_metrics(self._engine.take_draft_counts(), self._selector.saved_s, num_unserved)
             self._selector.saved_s = 0.0
         check_faults([result for group in groups for result in group.results], self._config.reward.max_fault_share)
         self._row |= rollout_metrics(
@@ -187,10 +186,6 @@ class LocalWorld:
             self._row |= self._trainer.step(samples, on_progress)
         return [StepTrained(action.step)]
 
-    def _take_draft_counts(self) -> DraftCounts:
-        counts, self._engine.draft_counts = self._engine.draft_counts, DraftCounts()
-        return counts
-
     def _samples(self, groups: Sequence[GradedGroup]) -> list[TrainSample]:
         scored = [group.scored for group in groups]
         rewards = [[result.reward for result in results] for results in scored]
@@ -222,7 +217,7 @@ class LocalWorld:
         except Interrupted:
             return []  # the next advance() reports the stop
         self._desk.take_times()
-        self._take_draft_counts()  # as the times: of training rollouts only
+        self._engine.take_draft_counts()  # as the times: of training rollouts only
         self._selector.saved_s = 0.0
         for one in evaluated:
             self._store_groups(action.step, "eval", one.name, one.groups)

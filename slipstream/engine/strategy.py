@@ -15,7 +15,8 @@ class Strategy:
     """Tokens that must match before what followed them is a draft."""
 
     def __str__(self) -> str:
-        return f"{self.drafts_each:g} drafts, match {self.min_match}" if self.drafts_each else "off"
+        """Short enough for a table: 4 drafts each where 2 or more tokens match."""
+        return f"{self.drafts_each:g} drafts, {self.min_match}+" if self.drafts_each else "off"
 
 
 OFF = Strategy(0.0)

@@ -89,12 +89,12 @@ def test_a_shelf_holds_the_prompt_the_past_and_room_for_members() -> None:
     shelf = lay_out(prompt, [Text((1, 2), 3)], num_members=2, max_new_tokens=4, sibling_weight=5)
     tail = prompt[-MAX_MATCH:]
     room = [*tail, *[NO_TEXT] * 4, NO_TEXT]
-    assert shelf.tokens == [NO_TEXT, *prompt, NO_TEXT, *tail, 1, 2, NO_TEXT, *room, *room]
-    assert len(shelf.tokens) == len(shelf.weights) == len(shelf.sources)
+    tokens, weights, sources = shelf.content.tolist()
+    assert tokens == [NO_TEXT, *prompt, NO_TEXT, *tail, 1, 2, NO_TEXT, *room, *room]
     for segment in shelf.segments:
-        assert shelf.tokens[segment + 20 - MAX_MATCH : segment + 20] == tail
-        assert shelf.weights[segment + 20] == 5 and shelf.sources[segment + 20] == SIBLING
-    assert shelf.sources[1] == OWN_TEXT and shelf.sources[22 + MAX_MATCH] == HISTORY
+        assert tokens[segment + 20 - MAX_MATCH : segment + 20] == tail
+        assert weights[segment + 20] == 5 and sources[segment + 20] == SIBLING
+    assert sources[1] == OWN_TEXT and sources[22 + MAX_MATCH] == HISTORY and weights[22 + MAX_MATCH] == 3
 
 
 @settings(max_examples=200, deadline=None)

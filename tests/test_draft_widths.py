@@ -17,9 +17,10 @@ from slipstream.engine.state import StepState
 from slipstream.types import Request, SamplingParams
 
 NUM_SLOTS, MAX_DRAFTS = 9, 6
+GPU = torch.cuda.is_available()
 
 
-def random_case(seed: int, rule: Rule) -> tuple[HistoryDrafter, StepState]:
+def random_case(seed: int, rule: Rule, device: torch.device) -> tuple[HistoryDrafter, StepState]:
     """Slots with texts that recur, records of all kinds, and a report of a step that has just been committed."""
     dice = random.Random(seed)
     state = StepState(
@@ -27,14 +28,14 @@ def random_case(seed: int, rule: Rule) -> tuple[HistoryDrafter, StepState]:
         max_length=90,
         num_table_pages=1,
         trash_page=1,
-        device=torch.device("cpu"),
+        device=device,
         max_drafts=MAX_DRAFTS,
     )
     drafter = HistoryDrafter(
         num_slots=NUM_SLOTS,
         max_drafts=MAX_DRAFTS,
         library_tokens=4000,
-        device=torch.device("cpu"),
+        device=device,
         past=lambda _: [Text((3, 4, 5) * 8, 1)],
         rule=rule,
     )
@@ -58,33 +59,33 @@ def random_case(seed: int, rule: Rule) -> tuple[HistoryDrafter, StepState]:
 
 
 @pytest.fixture(params=["numba", "triton"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "triton":
-        pytest.importorskip("triton")
-        monkeypatch.setattr(module, "KERNEL_DEVICES", {"cpu"})
-    return str(request.param)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where the kernels of one kind run: Triton's on a GPU, or in its interpreter."""
+    if request.param == "numba":
+        return torch.device("cpu")
+    pytest.importorskip("triton")
+    monkeypatch.setattr(module, "KERNEL_DEVICES", {"cuda" if GPU else "cpu"})
+    return torch.device("cuda" if GPU else "cpu")
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rule", ["aimd", "odds"])
 @pytest.mark.parametrize("seed", range(10))
-def test_kernels_give_out_what_the_plain_rules_do(seed: int, rule: Rule) -> None:
+def test_kernels_give_out_what_the_plain_rules_do(seed: int, rule: Rule, device: torch.device) -> None:
     given = []
     for room in (0, 3, 11, 100):
-        drafter, state = random_case(seed, rule)
+        drafter, state = random_case(seed, rule, device)
         other = copy.deepcopy(state)
-        drafter.draft(state, torch.tensor(room))
-        drafter.draft_plainly(other, torch.tensor(room))
+        drafter.draft(state, torch.tensor(room, device=device))
+        drafter.draft_plainly(other, torch.tensor(room, device=device))
         assert torch.equal(state["drafted"], other["drafted"]) and state["drafted"].sum() <= room
         given.append(int(state["drafted"].sum()))
     assert given == sorted(given) and (given[-1] > 0 or seed == 5)
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("seed", range(10))
-def test_kernels_learn_what_the_plain_rules_do(seed: int) -> None:
+def test_kernels_learn_what_the_plain_rules_do(seed: int, device: torch.device) -> None:
     dice = random.Random(seed)
-    pairs = [random_case(seed, "odds") for _ in range(2)]
+    pairs = [random_case(seed, "odds", device) for _ in range(2)]
     for slot in range(NUM_SLOTS - 2):
         count = dice.choice((0, 1, 2, MAX_DRAFTS + 1))
         tried = max(0, count - 1) + dice.choice((0, 2)) if count else 0

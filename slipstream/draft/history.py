@@ -10,7 +10,7 @@ Axes: S slots and the trash slot, B places of the library, J drafts of a slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +50,8 @@ class _Group:
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     open: set[str]
+    seated: set[str] = field(default_factory=set)
+    """Members that have had a slot, and so may have written."""
     is_laid_out: bool = False
     start: int | None = None
     """None: not laid out yet, or the library had no room."""
@@ -198,7 +200,15 @@ class HistoryDrafter:
             group = self._groups[request.uid]
             if not group.is_laid_out:
                 self._lay_out(group)
-            lines.append((seat.slot, *self._write_text(group, group.members[request.uid], seat.sequence.token_ids)))
+            if group.start is None:
+                lines.append((seat.slot, 0, 0, 0, 0))
+                continue
+            base = group.segments[group.members[request.uid]]
+            if seat.sequence.token_ids or request.uid in group.seated:
+                self._write_text(group, base, seat.sequence.token_ids)
+            group.seated.add(request.uid)
+            own = base + max(0, len(group.prompt_ids) - MAX_MATCH)
+            lines.append((seat.slot, group.start, group.end, base, own))
         if not lines:
             return
         numbers = self._to_device(torch.tensor(lines))
@@ -218,30 +228,26 @@ class HistoryDrafter:
     def _lay_out(self, group: _Group) -> None:
         past = [Text(text.token_ids[: group.max_new_tokens], text.weight) for text in self._past(group.prompt_ids)]
         shelf = lay_out(group.prompt_ids, past, len(group.members), group.max_new_tokens, SIBLING_WEIGHT)
-        while past and len(shelf.tokens) > self._longest_shelf:
+        while past and shelf.content.shape[1] > self._longest_shelf:
             past.pop()  # the oldest
             shelf = lay_out(group.prompt_ids, past, len(group.members), group.max_new_tokens, SIBLING_WEIGHT)
         group.is_laid_out = True
-        fits = len(shelf.tokens) <= self._longest_shelf
-        group.start = self._shelving.take(len(shelf.tokens)) if fits else None
+        size = shelf.content.shape[1]
+        group.start = self._shelving.take(size) if size <= self._longest_shelf else None
         if group.start is None:
             self.num_unserved += 1
             return
-        group.end = group.start + len(shelf.tokens)
+        group.end = group.start + size
         group.segments = tuple(group.start + segment for segment in shelf.segments)
-        content = self._to_device(torch.from_numpy(np.array([shelf.tokens, shelf.weights, shelf.sources], np.int32)))
+        content = self._to_device(torch.from_numpy(shelf.content))
         for tensor, values in zip((self.library_B, self.weights_B, self.sources_B), content, strict=True):
             tensor[group.start : group.end] = values
 
-    def _write_text(self, group: _Group, member: int, token_ids: Sequence[int]) -> tuple[int, int, int, int]:
-        """What the sequence has said so far, over what it may have said from an earlier seat; its slot's numbers."""
-        if group.start is None:
-            return 0, 0, 0, 0
-        base, num_prompt = group.segments[member], len(group.prompt_ids)
+    def _write_text(self, group: _Group, base: int, token_ids: Sequence[int]) -> None:
+        """What the sequence has said so far, over what it may have said from an earlier seat."""
         text = np.full(group.max_new_tokens, NO_TEXT, np.int32)
         text[: len(token_ids)] = token_ids
-        self.library_B[base + num_prompt :][: len(text)] = self._to_device(torch.from_numpy(text))
-        return group.start, group.end, base, base + max(0, num_prompt - MAX_MATCH)
+        self.library_B[base + len(group.prompt_ids) :][: len(text)] = self._to_device(torch.from_numpy(text))
 
     def _to_device(self, content: Tensor) -> Tensor:
         if not self.library_B.is_cuda:

@@ -25,7 +25,7 @@ BLOCK = 1024
 BLOCK_PLACES = 4
 SERIAL_PLACES = 1 << 17
 """With fewer places to search in all, waking the other threads costs more than it saves."""
-MAX_PLACES = 64
+MAX_PLACES = 32
 """Places with the longest match that vote; the last ones, which are those of siblings."""
 
 

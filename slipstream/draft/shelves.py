@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
 
 NO_TEXT = -1
 MAX_MATCH = 16
@@ -33,9 +36,8 @@ class Text:
 class Shelf:
     """The content of a stretch, and where in it each member writes."""
 
-    tokens: list[int]
-    weights: list[int]
-    sources: list[int]
+    content: np.ndarray
+    """int32, a column a place: its token, the weight of its text and the source."""
     segments: tuple[int, ...]
     """By member: the place in the stretch where position 0 of its sequence would lie."""
 
@@ -43,22 +45,20 @@ class Shelf:
 def lay_out(
     prompt_ids: Sequence[int], past: Sequence[Text], num_members: int, max_new_tokens: int, sibling_weight: int
 ) -> Shelf:
-    tail = list(prompt_ids[-MAX_MATCH:])
-    tokens, weights, sources = [NO_TEXT], [0], [0]
-
-    def add(text: Sequence[int], weight: int, source: int) -> None:
-        tokens.extend((*text, NO_TEXT))
-        weights.extend([weight] * (len(text) + 1))
-        sources.extend([source] * (len(text) + 1))
-
-    add(prompt_ids, 1, OWN_TEXT)
-    for text in past:
-        add([*tail, *text.token_ids], text.weight, HISTORY)
-    segments = []
-    for _ in range(num_members):
-        segments.append(len(tokens) + len(tail) - len(prompt_ids))
-        add([*tail, *[NO_TEXT] * max_new_tokens], sibling_weight, SIBLING)
-    return Shelf(tokens, weights, sources, tuple(segments))
+    tail = prompt_ids[-MAX_MATCH:]
+    stretches: list[tuple[Sequence[int], Sequence[int], int, int]]
+    stretches = [((), (), 0, 0), ((), prompt_ids, 1, OWN_TEXT)]
+    stretches += [(tail, text.token_ids, text.weight, HISTORY) for text in past]
+    stretches += [(tail, (NO_TEXT,) * max_new_tokens, sibling_weight, SIBLING)] * num_members
+    ends = list(accumulate(len(before) + len(text) + 1 for before, text, _, _ in stretches))
+    content = np.empty((3, ends[-1]), np.int32)
+    content[0] = NO_TEXT
+    for (before, text, weight, source), start, end in zip(stretches, [0, *ends], ends, strict=False):
+        content[0, start : start + len(before)] = before
+        content[0, start + len(before) : end - 1] = text
+        content[1, start:end], content[2, start:end] = weight, source
+    firsts = ends[len(ends) - num_members - 1 : -1]
+    return Shelf(content, tuple(first + len(tail) - len(prompt_ids) for first in firsts))
 
 
 def shelf_tokens(num_prompt: int, num_texts: int, text_tokens: int) -> int:

@@ -20,6 +20,8 @@ from slipstream.engine.state import StepState
 from slipstream.engine.triton_sampling import gumbel, row_keys
 from slipstream.models.launching import await_inputs, overlap
 
+FEW_BLOCKS, BLOCKS_TOGETHER = 32, 4
+"""Blocks that one program searches: one on short shelves; on long ones several, or starting programs takes longest."""
 _NO_TEXT, _OWN_TEXT = tl.constexpr(NO_TEXT), tl.constexpr(OWN_TEXT)
 
 
@@ -44,16 +46,17 @@ def draft_slots(
     place_SNI = torch.empty(num_lines, num_blocks, BLOCK_PLACES, dtype=torch.int32, device=device)
     place_SP = torch.empty(num_lines, MAX_PLACES, dtype=torch.int32, device=device)
     found_S = torch.empty_like(width_S)
-    _search[(num_lines, num_blocks)](
+    together = 1 if num_blocks <= FEW_BLOCKS else BLOCKS_TOGETHER
+    _search[(num_lines, triton.cdiv(num_blocks, together))](
         tokens, state["known"], width_S, start_S, end_S, library_B, length_SN, place_SNI, tokens.shape[1], num_blocks,
-        BLOCK=BLOCK, KEPT=BLOCK_PLACES, MAX_MATCH=MAX_MATCH, **overlap(device),
+        BLOCK=BLOCK, TOGETHER=together, KEPT=BLOCK_PLACES, MAX_MATCH=MAX_MATCH, **overlap(device),
     )  # fmt: skip
     _vote[(num_lines,)](
         state["known"], width_S, state["greedy"], state["seed_low"], state["seed_high"], base_S, own_S,
         library_B, weights_B, sources_B, min_match, length_SN, place_SNI, place_SP,
         drafts, state["sources"], found_S, num_blocks, drafts.shape[1],
         BLOCKS=triton.next_power_of_2(num_blocks), KEPT=BLOCK_PLACES, PLACES=MAX_PLACES,
-        WIDTH=triton.next_power_of_2(drafts.shape[1]), **overlap(device),
+        WIDTH=triton.next_power_of_2(drafts.shape[1]), num_warps=1, **overlap(device),
     )  # fmt: skip
     return found_S
 
@@ -61,36 +64,38 @@ def draft_slots(
 @triton.jit
 def _search(
     tokens_ptr, known_ptr, width_ptr, start_ptr, end_ptr, library_ptr, length_out, place_out, max_length, num_blocks,
-    BLOCK: tl.constexpr, KEPT: tl.constexpr, MAX_MATCH: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK: tl.constexpr, TOGETHER: tl.constexpr, KEPT: tl.constexpr, MAX_MATCH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """The longest match in one block of a slot's shelf, and the last places that have it."""
+    """The longest match in some blocks of a slot's shelf, and in each block the last places that have it."""
     await_inputs(OVERLAPS)
-    slot, block = tl.program_id(0), tl.program_id(1)
+    slot = tl.program_id(0)
+    block_N = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
     start, end = tl.load(start_ptr + slot), tl.load(end_ptr + slot)
-    first = start + block * BLOCK
-    best = 0
-    if (tl.load(width_ptr + slot) > 0) & (first < end - 1):
-        known = tl.load(known_ptr + slot)
+    known, width = tl.load(known_ptr + slot), tl.load(width_ptr + slot)
+    best_N = tl.zeros([TOGETHER], tl.int32)
+    if (width > 0) & (start + tl.program_id(1) * TOGETHER * BLOCK < end - 1):
         text = tokens_ptr + slot.to(tl.int64) * max_length + known - 1
-        place = first + tl.arange(0, BLOCK)
-        here = place < end - 1
-        match = here & (tl.load(library_ptr + place, here, other=_NO_TEXT) == tl.load(text))
+        place = start + block_N[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        match = tl.load(library_ptr + place, place < end - 1, other=_NO_TEXT) == tl.load(text)
         match = match & (tl.load(library_ptr + place + 1, match, other=_NO_TEXT) != _NO_TEXT)
         length = match.to(tl.int32)
         back = 1
         longest = tl.minimum(MAX_MATCH, known)
-        while (back < longest) & (tl.max(match.to(tl.int32), 0) > 0):
-            match = match & (place - back >= start)
-            match = match & (tl.load(library_ptr + place - back, match, other=_NO_TEXT) == tl.load(text - back))
-            length += match.to(tl.int32)
-            back += 1
-        best = tl.max(length, 0)
-        out = place_out + (slot * num_blocks + block) * KEPT
-        for kept in tl.static_range(KEPT):
-            last = tl.max(tl.where(length == best, place, -1), 0)
-            tl.store(out + KEPT - 1 - kept, last)
-            length = tl.where(place == last, -1, length)
-    tl.store(length_out + slot * num_blocks + block, best)
+        going = tl.max(tl.max(length, 1), 0) > 0
+        if going:
+            while going & (back < longest):
+                match = match & (place - back >= start)
+                match = match & (tl.load(library_ptr + place - back, match, other=_NO_TEXT) == tl.load(text - back))
+                length += match.to(tl.int32)
+                back += 1
+                going = tl.max(tl.max(match.to(tl.int32), 1), 0) > 0
+            best_N = tl.max(length, 1)
+            out_N = place_out + (slot * num_blocks + block_N) * KEPT
+            for kept in tl.static_range(KEPT):
+                last_N = tl.max(tl.where(length == best_N[:, None], place, -1), 1)
+                tl.store(out_N + KEPT - 1 - kept, last_N, (block_N < num_blocks) & (best_N > 0))
+                length = tl.where(place == last_N[:, None], -1, length)
+    tl.store(length_out + slot * num_blocks + block_N, best_N, block_N < num_blocks)
 
 
 @triton.jit
@@ -99,7 +104,8 @@ def _vote(
     min_match_ptr, length_ptr, place_ptr, scratch_ptr, drafts_out, sources_out, found_out, num_blocks, max_drafts,
     BLOCKS: tl.constexpr, KEPT: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """The drafts of one slot, one after another, by the votes of the places with the longest match."""
+    """The drafts of one slot by the votes of the places with the longest match: as far as all that are left say the
+    same, without a vote."""
     await_inputs(OVERLAPS)
     slot = tl.program_id(0)
     width = tl.load(width_ptr + slot)
@@ -120,6 +126,7 @@ def _vote(
         alive = index < count
         place_P = tl.load(scratch_ptr + slot * PLACES + index, alive, other=0)
         weight_P = tl.load(weights_ptr + place_P, alive, other=0)
+        alive = alive & (weight_P > 0)
         column = tl.arange(0, WIDTH)
         next_PJ = tl.load(
             library_ptr + place_P[:, None] + 1 + column[None, :],
@@ -129,28 +136,39 @@ def _vote(
         known, greedy = tl.load(known_ptr + slot), tl.load(greedy_ptr + slot)
         low, high = tl.load(low_ptr + slot), tl.load(high_ptr + slot)
         base, own = tl.load(base_ptr + slot), tl.load(own_ptr + slot)
-        going = count > 0
-        while going & (found < width):
-            token_P = tl.sum(tl.where(column[None, :] == found, next_PJ, 0), 1)
-            alive = alive & (token_P != _NO_TEXT)
-            same_PP = (token_P[:, None] == token_P[None, :]) & alive[None, :]
-            votes_P = tl.sum(tl.where(same_PP, weight_P[None, :], 0), 1)
-            k0, k1 = row_keys(low, high, known + found)
-            score_P = tl.log(tl.maximum(votes_P, 1).to(tl.float32))
-            score_P += tl.where(greedy > 0, 0.0, gumbel(token_P, k0, k1))
-            score_P = tl.where(alive & (votes_P > 0), score_P, -float("inf"))
-            best = tl.max(score_P, 0)
-            going = best > -float("inf")
+        going = tl.max(alive.to(tl.int32), 0) > 0
+        while going:
+            chosen = tl.min(tl.where(alive, index, PLACES), 0)
+            where = tl.sum(tl.where(index == chosen, place_P, 0), 0)
+            is_own = (where >= own) & (where < base + known)
+            source = tl.where(is_own, _OWN_TEXT, tl.load(sources_ptr + where))
+            low_J = tl.min(tl.where(alive[:, None], next_PJ, 0x7FFFFFFF), 0)
+            high_J = tl.max(tl.where(alive[:, None], next_PJ, _NO_TEXT), 0)
+            agreed = (low_J == high_J) & (low_J != _NO_TEXT)
+            # From `found` on; where a vote was just taken, the first of them is its result.
+            until = tl.min(tl.where((agreed == 0) & (column >= found), column, WIDTH), 0)
+            until = tl.minimum(until, width)
+            said = (column >= found) & (column < until)
+            tl.store(drafts_out + slot * max_drafts + column, low_J, said)
+            tl.store(sources_out + slot * max_drafts + column, low_J * 0 + source, said)
+            found = until
+            going = found < width
             if going:
-                # Of equals the first: all that say the same have the same score.
-                winner = tl.min(tl.where(score_P == best, index, PLACES), 0)
-                token = tl.sum(tl.where(index == winner, token_P, 0), 0)
-                alive = alive & (token_P == token)
-                chosen = tl.min(tl.where(alive, index, PLACES), 0)
-                where = tl.sum(tl.where(index == chosen, place_P, 0), 0)
-                is_own = (where >= own) & (where < base + known)
-                tl.store(drafts_out + slot * max_drafts + found, token)
-                source = tl.load(sources_ptr + where)
-                tl.store(sources_out + slot * max_drafts + found, tl.where(is_own, _OWN_TEXT, source))
-                found += 1
+                token_P = tl.load(library_ptr + place_P + 1 + found, alive, other=_NO_TEXT)
+                left = alive & (token_P != _NO_TEXT)
+                best = -float("inf")
+                best_token = _NO_TEXT
+                first = tl.min(tl.where(left, index, PLACES), 0)
+                k0, k1 = row_keys(low, high, known + found)
+                while first < PLACES:
+                    token = tl.sum(tl.where(index == first, token_P, 0), 0)
+                    same = left & (token_P == token)
+                    score = tl.log(tl.sum(tl.where(same, weight_P, 0), 0).to(tl.float32))
+                    score += tl.where(greedy > 0, 0.0, gumbel(token, k0, k1))
+                    if score > best:  # of equals the first
+                        best, best_token = score, token
+                    left = left & (token_P != token)
+                    first = tl.min(tl.where(left, index, PLACES), 0)
+                going = best_token != _NO_TEXT
+                alive = alive & (token_P == best_token)
     tl.store(found_out + slot, found)

@@ -167,17 +167,19 @@ class Batcher:
             shares = self._share_out()  # all who had a share were preempted: it is the others' turn
         shares = {sequence: shares[sequence] for sequence in drafts}
         samplers = []
-        allotments = dict.fromkeys((slot for slot, tokens in enumerate(self._allotted) if tokens), 0)
+        allotted = [0] * len(self._allotted)
+        with_cuts = False
         for sequence, tokens in shares.items():
+            num_drafts = drafts[sequence]
             sequence.num_launched += tokens
-            allotments[sequence.slot] = tokens + drafts[sequence]
+            allotted[sequence.slot] = tokens + num_drafts
             if sequence.num_launched == sequence.num_known:
                 sequence.num_unread += 1
-                sequence.num_hoped += drafts[sequence]
-                samplers.append(Sampler(sequence, sequence.seat, drafts[sequence]))
-        changed = [(slot, tokens) for slot, tokens in allotments.items() if self._allotted[slot] != tokens]
-        for slot, tokens in changed:
-            self._allotted[slot] = tokens
+                sequence.num_hoped += num_drafts
+                samplers.append(Sampler(sequence, sequence.seat, num_drafts))
+                with_cuts |= sequence.request.sampling.cuts_tail
+        changed = tuple((slot, tokens) for slot, tokens in enumerate(allotted) if tokens != self._allotted[slot])
+        self._allotted = allotted
         vacated, self._vacated = self._vacated, []
         num_drafts = min(max_drafts, sum(sampler.num_drafts for sampler in samplers))
         return StepPlan(
@@ -185,12 +187,12 @@ class Batcher:
             copies=tuple(copies),
             seats=tuple(seat for seat in seats if seat.sequence.slot == seat.slot),
             pages=tuple(entries),
-            allotments=tuple(changed),
+            allotments=changed,
             samplers=tuple(samplers),
             num_rows=len(shares),
             num_tokens=sum(shares.values()) + num_drafts,
             num_drafts=num_drafts,
-            with_cuts=any(sampler.sequence.request.sampling.cuts_tail for sampler in samplers),
+            with_cuts=with_cuts,
         )
 
     def commit(
@@ -203,22 +205,23 @@ class Batcher:
     ) -> list[Rollout]:
         """Take in what each slot sampled, and where from if drafts are in use; give back what has ended."""
         finished: list[Rollout] = []
-        for sampler in plan.samplers:
-            sequence = sampler.sequence
-            if sequence.seat != sampler.seat:
+        for sequence, seat, num_drafts in plan.samplers:
+            if sequence.seat != seat:
                 continue  # taken out meanwhile: the tokens will be computed again
+            slot = sequence.slot
+            new = tokens[slot]
             sequence.num_unread -= 1
-            sequence.num_hoped -= sampler.num_drafts
-            new = tokens[sequence.slot]
+            sequence.num_hoped -= num_drafts
             sequence.token_ids += new
-            sequence.logprobs += logprobs[sequence.slot]
+            sequence.logprobs += logprobs[slot]
             if origins is not None:
-                sequence.origins += origins[sequence.slot]
+                sequence.origins += origins[slot]
             sequence.num_launched += len(new) - 1
             self.num_sampled += len(new)
             if sequence.first_version < 0:
                 sequence.first_version = version
-            self._look_for_stop_text(sequence, len(new))
+            if sequence.request.sampling.stop:
+                self._look_for_stop_text(sequence, len(new))
             reason = sequence.finish_reason
             if reason is not None:
                 self._release(sequence)
@@ -228,9 +231,8 @@ class Batcher:
 
     def _look_for_stop_text(self, sequence: Running, num_new: int) -> None:
         """What was sampled beyond the end of a stop text is dropped; the device is told, which does not know of it."""
+        assert self._stop_texts is not None, "a request with stop texts was let in"
         stops = sequence.request.sampling.stop
-        if not stops or self._stop_texts is None:
-            return
         end = self._stop_texts.end_of(sequence.token_ids, len(sequence.token_ids) - num_new, stops)
         if end is not None:
             self.num_sampled -= len(sequence.token_ids) - end
@@ -261,17 +263,23 @@ class Batcher:
     def _share_out(self) -> dict[Running, int]:
         """How many tokens each sequence runs in this step."""
         budget = self.max_step_tokens
-        shares: dict[Running, int] = {}
-        decoding = [sequence for sequence in self._seated.values() if sequence.num_due == 1]
-        for sequence in decoding[:budget]:
-            shares[sequence] = 1
-            if len(decoding) > budget:  # then the served go to the back, so that everyone's turn comes
+        decoding: list[Running] = []
+        in_prompt: dict[Running, int] = {}
+        for sequence in self._seated.values():
+            due = sequence.num_due
+            if due == 1:
+                decoding.append(sequence)
+            elif due > 1:
+                in_prompt[sequence] = due
+        shares = dict.fromkeys(decoding[:budget], 1)
+        if len(decoding) > budget:  # then the served go to the back, so that everyone's turn comes
+            for sequence in shares:
                 uid = sequence.request.uid
                 self._seated[uid] = self._seated.pop(uid)
         budget -= len(shares)
-        for sequence in self._seated.values():
-            if budget > 0 and sequence.num_due > 1:
-                shares[sequence] = min(sequence.num_due, budget)
+        for sequence, due in in_prompt.items():
+            if budget > 0:
+                shares[sequence] = min(due, budget)
                 budget -= shares[sequence]
         return shares
 
@@ -355,17 +363,25 @@ class Batcher:
     ) -> dict[Running, int]:
         """Pages for what each is to run; those who were not preempted for others, and the drafts each may run."""
         drafts = {}
+        page_tokens = self.page_tokens
+        num_preempted = self.num_preempted
         for sequence, tokens in shares.items():
             if sequence.seat < 0:
                 continue
             hoped = sequence.num_launched + sequence.num_hoped + tokens
-            # Drafts only for one who decodes, not beyond the last token it may sample, and never at another's cost.
-            drafts[sequence] = max(0, min(drafts_each, sequence.max_keys - hoped)) if sequence.num_due == 1 else 0
-            if self._pages_for(hoped + drafts[sequence]) - len(sequence.pages) > self.pool.num_free:
-                drafts[sequence] = 0
-            hoped = min(hoped + drafts[sequence], sequence.max_keys)
-            if hoped > len(sequence.pages) * self.page_tokens:
-                entries += self._grow(sequence, hoped)
+            room = len(sequence.pages) * page_tokens
+            num_drafts = 0
+            if drafts_each and tokens == 1 and sequence.num_due == 1:
+                # Only for one who decodes, not beyond the last token it may sample, and never at another's cost.
+                num_drafts = max(0, min(drafts_each, sequence.max_keys - hoped))
+                if hoped + num_drafts > room + self.pool.num_free * page_tokens:
+                    num_drafts = 0
+            drafts[sequence] = num_drafts
+            hoped += num_drafts
+            if hoped > room:
+                entries += self._grow(sequence, min(hoped, sequence.max_keys))
+        if self.num_preempted == num_preempted:
+            return drafts
         return {sequence: count for sequence, count in drafts.items() if sequence.seat >= 0}
 
     def _grow(self, sequence: Running, num_tokens: int) -> list[tuple[int, int, int]]:

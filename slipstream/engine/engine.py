@@ -343,11 +343,13 @@ class Engine:
         if isinstance(launched.done, torch.cuda.Event):
             launched.done.synchronize()
         report = read_report(launched.report)
-        broken = [
-            sampler.sequence.request.uid
-            for sampler in launched.plan.samplers
-            if sampler.sequence.seat == sampler.seat and BROKEN in report.tokens[sampler.sequence.slot]
-        ]
+        broken = []
+        if any(BROKEN in line for line in report.tokens):
+            broken = [
+                sampler.sequence.request.uid
+                for sampler in launched.plan.samplers
+                if sampler.sequence.seat == sampler.seat and BROKEN in report.tokens[sampler.sequence.slot]
+            ]
         for uid in broken:
             self._withdraw(uid)
         origins = report.origins if self.drafter is not None else None
@@ -356,9 +358,7 @@ class Engine:
         if self.drafter is not None:
             for rollout in finished:
                 self.drafter.forget(rollout.request.uid)
-            for tried, line in zip(report.num_drafted, report.origins, strict=True):
-                if line:
-                    self._draft_counts.add(tried, line)
+            self._draft_counts.add(report.num_drafted, report.origins)
         self._tell_policy(launched, sum(map(len, report.tokens)))
         if broken:
             raise BrokenLogits(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from slipstream.types import FinishReason, Request
 
@@ -31,22 +32,24 @@ class Running:
     """Steps that sample for it and were launched but not yet committed: each gives at least one token."""
     num_hoped: int = 0
     """Tokens beyond one each that these steps may give, if their drafts are accepted."""
+    num_prompt: int = field(init=False)
+    max_keys: int = field(init=False)
+    """Keys it can come to hold: the last token it may sample is never run."""
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt_ids)
+        self.max_keys = self.num_prompt + self.request.sampling.max_new_tokens - 1
 
     @property
     def num_known(self) -> int:
         """Tokens it has, or will have after the steps launched so far; with drafts at least so many."""
-        return len(self.request.prompt_ids) + len(self.token_ids) + self.num_unread
-
-    @property
-    def max_keys(self) -> int:
-        """Keys it can come to hold: the last token it may sample is never run."""
-        return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens - 1
+        return self.num_prompt + len(self.token_ids) + self.num_unread
 
     @property
     def num_due(self) -> int:
         """Tokens to run before the next one can be sampled; 0 if it has sampled all it may."""
-        full = len(self.token_ids) + self.num_unread >= self.request.sampling.max_new_tokens
-        return 0 if full else self.num_known - self.num_launched
+        known = self.num_prompt + len(self.token_ids) + self.num_unread
+        return known - self.num_launched if known <= self.max_keys else 0
 
     @property
     def has_begun(self) -> bool:
@@ -89,8 +92,7 @@ class Seat:
     num_computed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sampler:
+class Sampler(NamedTuple):
     """A sequence that samples with this plan: one token, and one more for each of its drafts that is accepted."""
 
     sequence: Running

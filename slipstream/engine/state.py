@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,7 +147,7 @@ def _sampling_fields(sampling: SamplingParams) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The report on the host, for every slot."""
+    """The report on the host, for every slot: nothing where nothing was sampled."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -160,16 +161,14 @@ def read_report(report: Tensor) -> StepReport:
     width = (lines.shape[1] - 2) // 3
     parts = [lines[:, 2 + part * width : 2 + (part + 1) * width] for part in range(3)]
     parts[1] = parts[1].view(np.float32)
-    counts = lines[:, 0].tolist()
-    firsts = [part[:, 0].tolist() for part in parts]
-    # Most lines have one token or none: slicing each line would take longer than a step on a GPU.
-    tokens, logprobs, origins = (
-        [[first] if count == 1 else part[slot, :count].tolist() if count else [] for slot, (count, first) in enumerate(
-            zip(counts, column, strict=True)
-        )]
-        for part, column in zip(parts, firsts, strict=True)
-    )  # fmt: skip
+    here = np.arange(width) < lines[:, :1]
+    ends = lines[:, 0].cumsum().tolist()
+    tokens, logprobs, origins = (_cut(part[here].tolist(), ends) for part in parts)
     return StepReport(tokens, logprobs, origins, lines[:, 1].tolist())
+
+
+def _cut(values: list[Any], ends: list[int]) -> list[list[Any]]:
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _float_bits(value: float) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 
@@ -49,29 +51,37 @@ class DraftCounts:
 
     num_rows: int = 0
     """Sequences that sampled, summed over the steps."""
-    num_tokens: int = 0
-    """What they sampled."""
-    drafted_at: Counter[int] = field(default_factory=Counter)
-    """Drafts that were verified, by their place after the last known token, from 0 on."""
-    accepted_at: Counter[int] = field(default_factory=Counter)
-    accepted_from: Counter[int] = field(default_factory=Counter)
-    """By source."""
+    drafted: Counter[int] = field(default_factory=Counter)
+    """Of these, by how many drafts were verified."""
+    accepted: Counter[int] = field(default_factory=Counter)
+    """And by how many were right, which are always the first of them."""
+    tokens_from: Counter[int] = field(default_factory=Counter)
+    """Tokens by the source of the draft they were, or 0."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_from.total()
 
     @property
     def num_drafted(self) -> int:
-        return self.drafted_at.total()
+        return sum(drafts * rows for drafts, rows in self.drafted.items())
 
     @property
     def num_accepted(self) -> int:
-        return self.accepted_at.total()
+        return self.num_tokens - self.tokens_from[0]
 
-    def add(self, num_drafted: int, origins: list[int]) -> None:
-        """One sequence's step: how many drafts it had, and where its tokens came from (0: sampled)."""
-        self.num_rows += 1
-        self.num_tokens += len(origins)
-        if num_drafted:
-            self.drafted_at.update(range(num_drafted))
-            for place, origin in enumerate(origins):
-                if origin:
-                    self.accepted_at[place] += 1
-                    self.accepted_from[origin] += 1
+    def accept_rate_at(self, place: int) -> float | None:
+        """Of the drafts at this place after the last known token, from 0 on; None if there was none."""
+        drafted, accepted = (
+            sum(rows for drafts, rows in counts.items() if drafts > place) for counts in (self.drafted, self.accepted)
+        )
+        return accepted / drafted if drafted else None
+
+    def add(self, num_drafted: Sequence[int], origins: Sequence[Sequence[int]]) -> None:
+        """One step: for each sequence how many drafts it had, and where its tokens came from; none if it was idle."""
+        lines = [line for line in origins if line]
+        self.num_rows += len(lines)
+        self.tokens_from.update(chain.from_iterable(lines))
+        if any(num_drafted):
+            self.drafted.update(filter(None, num_drafted))
+            self.accepted.update(len(line) - line.count(0) for line in lines)

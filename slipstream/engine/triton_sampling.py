@@ -1,6 +1,7 @@
 """The GPU's way to sample: two Triton kernels that give the tokens of `sampling.sample_plainly`.
 
-The first reads each logit once and leaves five numbers a block of the vocabulary, the second merges a row's blocks.
+The first reads each logit once and leaves five numbers a block of the vocabulary, the second merges a row's blocks. Who
+can win a block is found with single-precision noise, and only those have it computed in double, as the twin has it.
 Launches and shapes depend on N, V and the dtype of the logits alone, so a CUDA graph can hold them (after one warm-up
 call, which compiles). Blocks are cut in the same way whatever N is: a row's bits do not depend on the rows beside it.
 Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, for the tests.
@@ -74,19 +75,36 @@ def _score_blocks(  # type: ignore[no-untyped-def]
     # Reductions drop NaN; as +inf it shows in the maximum, where the merge looks for it.
     x = tl.where(x != x, float("inf"), x)
 
-    k0, k1 = row_keys(tl.load(seed_ptr + 2 * row), tl.load(seed_ptr + 2 * row + 1), tl.load(position_ptr + row))
-    noise = tl.where(tl.load(greedy_ptr + row), 0.0, gumbel(token, k0, k1))
-    score = tl.where(x >= tl.load(threshold_ptr + row), x + noise, -float("inf"))
-    best = tl.max(score, 0)
-    winner = tl.min(tl.where(score == best, token, vocab_size), 0)  # the lowest id of equals
     top = tl.max(x, 0)
-    total = tl.sum(tl.exp(x - tl.where(top == -float("inf"), 0.0, top)), 0)
+    weight = tl.exp(x - tl.where(top == -float("inf"), 0.0, top))
+    total = tl.sum(weight, 0)
+
+    # Who can win, by an estimate: noise in double precision, which decides, would take most of the step's sampling.
+    k0, k1 = row_keys(tl.load(seed_ptr + 2 * row), tl.load(seed_ptr + 2 * row + 1), tl.load(position_ptr + row))
+    greedy = tl.load(greedy_ptr + row)
+    late = tl.where(x >= tl.load(threshold_ptr + row), arrival(token, k0, k1) / weight, float("inf"))
+    late = tl.where(greedy, -x, late)
+    first = tl.min(late, 0)
+    # The estimate is off by a hundred-thousandth, and rounding a score to single precision lifts it by less than this.
+    reach = tl.where(greedy, first, first * tl.exp(0.001 + tl.abs(top) * 4.8e-7))
+    racing = (late <= reach) & (late < float("inf"))
+    best = -float("inf")
+    winner = vocab_size
+    winner_x = -float("inf")
+    runner = tl.min(tl.where(racing, token, vocab_size), 0)
+    while runner < vocab_size:
+        runner_x = tl.max(tl.where(token == runner, x, -float("inf")), 0)
+        score = runner_x + tl.where(greedy, 0.0, gumbel(runner, k0, k1))
+        if score > best:  # of equals the lowest id, which comes first
+            best, winner, winner_x = score, runner, runner_x
+        racing = racing & (token != runner)
+        runner = tl.min(tl.where(racing, token, vocab_size), 0)
 
     numbers = numbers_ptr + row * 4 * num_blocks + block
     tl.store(numbers, top)
     tl.store(numbers + num_blocks, total)
     tl.store(numbers + 2 * num_blocks, best)
-    tl.store(numbers + 3 * num_blocks, tl.max(tl.where(token == winner, x, -float("inf")), 0))
+    tl.store(numbers + 3 * num_blocks, winner_x)
     tl.store(winners_ptr + row * num_blocks + block, winner)
 
 
@@ -120,6 +138,16 @@ def gumbel(token, k0, k1):  # type: ignore[no-untyped-def]
     bits = mix(mix(tl.add(token.to(tl.uint32), k0, sanitize_overflow=False)) ^ k1)
     uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def arrival(token, k0, k1):  # type: ignore[no-untyped-def]
+    """-log(u) of the same u in single precision, to a hundred-thousandth: small where the noise is large."""
+    bits = mix(mix(tl.add(token.to(tl.uint32), k0, sanitize_overflow=False)) ^ k1)
+    rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
+    # Where u is nearly 1, its logarithm would have lost its digits; the series has them.
+    series = rest * (1.0 + rest * (0.5 + rest * (0.33333333 + rest * 0.25)))
+    return tl.where(rest < 0.015625, series, -tl.log(1.0 - rest))
 
 
 @triton.jit

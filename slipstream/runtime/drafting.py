@@ -115,9 +115,10 @@ def draft_metrics(counts: DraftCounts, saved_s: float, num_unserved: int = 0) ->
     if counts.num_drafted:
         metrics["rollout/spec_accept_rate"] = counts.num_accepted / counts.num_drafted
     for place in SHOWN_PLACES:
-        if counts.drafted_at[place]:
-            metrics[f"rollout/spec_accept_at_{place + 1}"] = counts.accepted_at[place] / counts.drafted_at[place]
+        rate = counts.accept_rate_at(place)
+        if rate is not None:
+            metrics[f"rollout/spec_accept_at_{place + 1}"] = rate
     for source, name in SOURCE_NAMES.items():
         if source:
-            metrics[f"rollout/spec_share_{name.replace(' ', '_')}"] = counts.accepted_from[source] / counts.num_tokens
+            metrics[f"rollout/spec_share_{name.replace(' ', '_')}"] = counts.tokens_from[source] / counts.num_tokens
     return metrics

@@ -1,4 +1,4 @@
-"""Prompts sampled alone, in batches of several sizes and under forced preemption: the same tokens?
+"""Prompts sampled alone, in batches of several sizes, under forced preemption and with drafts: the same tokens?
 
     python benchmarks/exactness.py --out benchmarks/results/exactness.json
 
@@ -20,7 +20,10 @@ from typing import Any
 
 import torch
 
+from slipstream.draft.history import HistoryDrafter
+from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.engine.engine import Engine
+from slipstream.engine.strategy import Always, Strategy
 from slipstream.models.precision import resolve_precision
 from slipstream.models.shapes import random_model
 from slipstream.rng import derive_seed
@@ -49,6 +52,26 @@ def generate(engine: Engine, requests: list[Request]) -> Rollouts:
     return rollouts
 
 
+def draft_from(reference: Rollouts, num_slots: int, max_length: int, device: torch.device) -> dict[str, Any]:
+    """A drafter that knows each rollout with every tenth token another."""
+    past = {
+        rollout.request.prompt_ids: [
+            Text(tuple(token ^ (place % 10 == 9) for place, token in enumerate(rollout.token_ids)), 1)
+        ]
+        for rollout in reference.values()
+    }
+    shelf = shelf_tokens(PROMPT_TOKENS[1], 2, max_length)
+    drafter = HistoryDrafter(
+        num_slots=num_slots,
+        max_drafts=16,
+        library_tokens=(num_slots + 1) * shelf,
+        longest_shelf=shelf,
+        device=device,
+        past=lambda prompt_ids: past[prompt_ids],
+    )
+    return {"drafter": drafter, "policy": Always(Strategy(4.0, 2))}
+
+
 def compare(shape: str, num_prompts: int, new_tokens: int, num_alone: int, exact: bool) -> list[dict[str, Any]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = random_model(shape, dtype=resolve_precision("auto", device), device=device)
@@ -59,13 +82,17 @@ def compare(shape: str, num_prompts: int, new_tokens: int, num_alone: int, exact
         "batch of 64": {"max_sequences": 64},
         "batch of 7": {"max_sequences": 7},
         "64, a third of the memory": {"max_sequences": 64, "kv_tokens": 64 * max_length // 3},
+        "64, with drafts": {"max_sequences": 64},
+        "7, with drafts": {"max_sequences": 7},
+        "64, with drafts, a third of the memory": {"max_sequences": 64, "kv_tokens": 64 * max_length // 3},
         "alone": {"max_sequences": 1},
     }
     reference: Rollouts = {}
     rows = []
     for name, sizes in ways.items():
         asked = requests[:num_alone] if name == "alone" else requests
-        engine = Engine(model, max_length=max_length, exact=exact, **sizes)
+        drafting = draft_from(reference, sizes["max_sequences"], max_length, device) if "drafts" in name else {}
+        engine = Engine(model, max_length=max_length, exact=exact, **sizes, **drafting)
         rollouts = generate(engine, asked)
         reference = reference or rollouts
         pairs = [(rollouts[request.uid], reference[request.uid]) for request in asked]
@@ -78,6 +105,7 @@ def compare(shape: str, num_prompts: int, new_tokens: int, num_alone: int, exact
                 "identical": sum(one == other for one, other in pairs),
                 "token_match": sum(a == b for a, b in tokens) / len(tokens),
                 "preempted": engine.facts().num_preempted,
+                "drafts_accepted": engine.take_draft_counts().num_accepted,
             }
         )
         print(json.dumps(rows[-1]), flush=True)

@@ -147,21 +147,27 @@ def bench_history_drafts(
     shape: Annotated[str, typer.Option(help="A model shape (random weights) or a model name.")] = "smollm2-135m",
     batches: Annotated[str, typer.Option(help="Sequences at once, separated by commas.")] = "1,8,32",
     likenesses: Annotated[
-        str, typer.Option(help="Shares of tokens that are as in the history, separated by commas.")
+        str, typer.Option(help="Shares of tokens that the history can give, separated by commas.")
     ] = "0,0.5,0.75,0.9,0.95",
     new_tokens: Annotated[int, typer.Option(help="Tokens of each sequence.", min=16)] = 512,
+    trace: Annotated[
+        Path | None, typer.Option(help="Instead: a recorded run, epoch by epoch; its folder, or a file of rollouts.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
     """Time drafts from history against none: texts more or less like their history, and misleading ones.
 
     Texts are replayed at the full cost of sampling them, so any shape can be timed. For example:
     slipstream bench history --shape qwen2.5-1.5b --batches 1,16,64 --json history.json
+
+    A run of yours shows what drafts would have given it, on any shape: slipstream bench history --trace
+    runs/quickstart --batches 16. A file has a line of JSON a rollout: {"p": prompt, "ep": epoch, "t": [token ids]}.
     """
     from slipstream.runtime.bench_history import bench_history
 
     sizes = [_whole_number(text, "--batches") for text in batches.split(",")]
     shares = [_share(text, "--likenesses") for text in likenesses.split(",")]
-    bench_history(shape, sizes, shares, new_tokens=new_tokens, json_file=json_file)
+    bench_history(shape, sizes, shares, new_tokens=new_tokens, trace=trace, json_file=json_file)
 
 
 def _share(text: str, option: str) -> float:
@@ -169,8 +175,8 @@ def _share(text: str, option: str) -> float:
         share = float(text)
     except ValueError:
         share = -1.0
-    if not 0 <= share <= 1:
-        raise ValueError(f"{option} takes numbers from 0 to 1 separated by commas, not '{text}'")
+    if not 0 <= share <= 0.99:
+        raise ValueError(f"{option} takes numbers from 0 to 0.99 separated by commas, not '{text}'")
     return share
 
 

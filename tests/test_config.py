@@ -12,7 +12,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from slipstream.config import Config, build_config, collect_overrides, dump_config, field_paths, load_config
+from slipstream.config import Config, Sampling, build_config, collect_overrides, dump_config, field_paths, load_config
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("**/*.yaml"))
@@ -141,6 +141,13 @@ def test_off_is_a_word_where_it_is_a_choice_and_false_elsewhere(tmp_path: Path) 
 def test_an_empty_override_takes_an_optional_section_away(tmp_path: Path) -> None:
     path = write(tmp_path, "x.yaml", tree(warmup={"steps": 3}))
     assert load_config(path).warmup is not None and load_config(path, ["warmup="]).warmup is None
+
+
+def test_an_empty_mapping_takes_the_place_of_what_was_there() -> None:
+    config = load_config(ROOT / "recipes" / "quickstart.yaml", ["tasks.eval={}", "sampling={}"])
+    assert (
+        config.tasks.eval == {} and config.tasks.train and config.sampling.max_new_tokens == Sampling().max_new_tokens
+    )
 
 
 @pytest.mark.parametrize("words", [["train.steps"], ["--train.steps"], ["steps", "4"]])

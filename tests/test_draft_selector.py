@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from slipstream.draft.selector import DEFAULT_STRATEGIES, Selector
-from slipstream.engine.strategy import OFF, Strategy
+from slipstream.engine.strategy import OFF, Demand, Strategy
 
 World = Callable[[int, Strategy], tuple[int, float]]
 """Tokens and seconds of a step of a batch with a strategy."""
@@ -99,3 +99,30 @@ def test_ways_that_were_never_chosen_for_a_size_are_tried_however_a_step_is_coun
         strategy = selector.choose(3)
         selector.observe(3, strategy, 3, 1.0 + strategy.drafts_each)
     assert set(selector.rates(3)) == set(DEFAULT_STRATEGIES) and selector.best(3) == OFF
+
+
+# How large a step is made.
+
+
+def test_a_step_is_made_for_the_drafts_there_are() -> None:
+    demand, strategy = Demand(), Strategy(8.0)
+    assert demand.room(strategy, 64) == 512
+    for _ in range(20):
+        demand.observe(64, demand.room(strategy, 64), 40)
+    assert demand.room(strategy, 64) == 64, "the least of 512, 256, ... that holds 40 and a few more"
+    for _ in range(12):
+        room = demand.room(strategy, 64)
+        demand.observe(64, room, room)
+    assert demand.room(strategy, 64) == 512, "steps that were full grow again"
+    assert demand.room(OFF, 64) == 0 and demand.room(Strategy(0.5), 1) == 1
+
+
+def test_nothing_to_draft_leaves_room_to_find_out_that_there_is_again() -> None:
+    demand = Demand()
+    for _ in range(200):
+        demand.observe(4, demand.room(Strategy(8.0), 4), 0)
+    assert demand.room(Strategy(8.0), 4) == 1
+    for _ in range(30):
+        room = demand.room(Strategy(8.0), 4)
+        demand.observe(4, room, room)
+    assert demand.room(Strategy(8.0), 4) == 32

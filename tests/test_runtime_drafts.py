@@ -73,7 +73,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many drafts as fit, whatever the clock says."""
-    monkeypatch.setattr(Selector, "choose", lambda self, batch: Strategy(8.0))
+    monkeypatch.setattr(Selector, "choose", lambda self, batch: Strategy(8.0, 1))
 
 
 @pytest.mark.usefixtures("always_drafting")

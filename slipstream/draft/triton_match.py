@@ -20,7 +20,7 @@ from slipstream.engine.state import StepState
 from slipstream.engine.triton_sampling import gumbel, row_keys
 from slipstream.models.launching import await_inputs, overlap
 
-FEW_BLOCKS, BLOCKS_TOGETHER = 32, 4
+FEW_BLOCKS, BLOCKS_TOGETHER = 32, 8
 """Blocks that one program searches: one on short shelves; on long ones several, or starting programs takes longest."""
 _NO_TEXT, _OWN_TEXT = tl.constexpr(NO_TEXT), tl.constexpr(OWN_TEXT)
 
@@ -48,7 +48,8 @@ def draft_slots(
     found_S = torch.empty_like(width_S)
     together = 1 if num_blocks <= FEW_BLOCKS else BLOCKS_TOGETHER
     _search[(num_lines, triton.cdiv(num_blocks, together))](
-        tokens, state["known"], width_S, start_S, end_S, library_B, length_SN, place_SNI, tokens.shape[1], num_blocks,
+        tokens, state["known"], width_S, start_S, end_S, library_B, min_match, length_SN, place_SNI,
+        tokens.shape[1], num_blocks,
         BLOCK=BLOCK, TOGETHER=together, KEPT=BLOCK_PLACES, MAX_MATCH=MAX_MATCH, **overlap(device),
     )  # fmt: skip
     _vote[(num_lines,)](
@@ -63,39 +64,46 @@ def draft_slots(
 
 @triton.jit
 def _search(
-    tokens_ptr, known_ptr, width_ptr, start_ptr, end_ptr, library_ptr, length_out, place_out, max_length, num_blocks,
+    tokens_ptr, known_ptr, width_ptr, start_ptr, end_ptr, library_ptr, min_match_ptr, length_out, place_out,
+    max_length, num_blocks,
     BLOCK: tl.constexpr, TOGETHER: tl.constexpr, KEPT: tl.constexpr, MAX_MATCH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The longest match in some blocks of a slot's shelf, and in each block the last places that have it."""
     await_inputs(OVERLAPS)
     slot = tl.program_id(0)
-    block_N = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
     start, end = tl.load(start_ptr + slot), tl.load(end_ptr + slot)
     known, width = tl.load(known_ptr + slot), tl.load(width_ptr + slot)
-    best_N = tl.zeros([TOGETHER], tl.int32)
-    if (width > 0) & (start + tl.program_id(1) * TOGETHER * BLOCK < end - 1):
-        text = tokens_ptr + slot.to(tl.int64) * max_length + known - 1
-        place = start + block_N[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        match = tl.load(library_ptr + place, place < end - 1, other=_NO_TEXT) == tl.load(text)
-        match = match & (tl.load(library_ptr + place + 1, match, other=_NO_TEXT) != _NO_TEXT)
-        length = match.to(tl.int32)
-        back = 1
-        longest = tl.minimum(MAX_MATCH, known)
-        going = tl.max(tl.max(length, 1), 0) > 0
-        if going:
-            while going & (back < longest):
+    text = tokens_ptr + slot.to(tl.int64) * max_length + known - 1
+    has_two = (tl.load(min_match_ptr) > 1) & (known > 1)
+    last = tl.load(text, known > 0, other=_NO_TEXT)
+    before_last = tl.load(text - 1, has_two, other=_NO_TEXT)
+    end = tl.where(width > 0, end, 0)
+    for number in range(TOGETHER):
+        block = tl.program_id(1) * TOGETHER + number
+        place = start + block * BLOCK + tl.arange(0, BLOCK)
+        here = place < end - 1
+        match = here & (tl.load(library_ptr + place, here, other=_NO_TEXT) == last)
+        if has_two:
+            # Two tokens at once: a common last token alone would send most blocks into the loop below.
+            match = match & (tl.load(library_ptr + place - 1, here & (place > start), other=_NO_TEXT) == before_last)
+        best = 0
+        if tl.max(match.to(tl.int32), 0) > 0:
+            match = match & (tl.load(library_ptr + place + 1, match, other=_NO_TEXT) != _NO_TEXT)
+            length = match.to(tl.int32)
+            back = 1
+            longest = tl.minimum(MAX_MATCH, known)
+            while (back < longest) & (tl.max(match.to(tl.int32), 0) > 0):
                 match = match & (place - back >= start)
                 match = match & (tl.load(library_ptr + place - back, match, other=_NO_TEXT) == tl.load(text - back))
                 length += match.to(tl.int32)
                 back += 1
-                going = tl.max(tl.max(match.to(tl.int32), 1), 0) > 0
-            best_N = tl.max(length, 1)
-            out_N = place_out + (slot * num_blocks + block_N) * KEPT
+            best = tl.max(length, 0)
+            out = place_out + (slot * num_blocks + block) * KEPT
             for kept in tl.static_range(KEPT):
-                last_N = tl.max(tl.where(length == best_N[:, None], place, -1), 1)
-                tl.store(out_N + KEPT - 1 - kept, last_N, (block_N < num_blocks) & (best_N > 0))
-                length = tl.where(place == last_N[:, None], -1, length)
-    tl.store(length_out + slot * num_blocks + block_N, best_N, block_N < num_blocks)
+                latest = tl.max(tl.where(length == best, place, -1), 0)
+                tl.store(out + KEPT - 1 - kept, latest, block < num_blocks)
+                length = tl.where(place == latest, -1, length)
+        tl.store(length_out + slot * num_blocks + block, best, block < num_blocks)
 
 
 @triton.jit
@@ -108,7 +116,7 @@ def _vote(
     same, without a vote."""
     await_inputs(OVERLAPS)
     slot = tl.program_id(0)
-    width = tl.load(width_ptr + slot)
+    width = tl.load(width_ptr + slot).to(tl.int32)
     found = 0
     if width > 0:
         entry = tl.arange(0, BLOCKS * KEPT)

@@ -54,7 +54,9 @@ def learn(
     _learn[(len(window_S),)](
         state.report, state["live"], state["known"], base_S, start_S, end_S, library_B, window_S, hits_S, tries_S,
         max_drafts, min(START_WIDTH, max_drafts), WIDTH=max_drafts + 1,
-        BLOCK=triton.next_power_of_2(max_drafts + 1), num_warps=1, **overlap(window_S.device),
+        BLOCK=triton.next_power_of_2(max_drafts + 1), num_warps=1,
+        enable_fp_fusion=False,  # to the bit what the plain rules give
+        **overlap(window_S.device),
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def caps(rule: Rule, window_S: Tensor, hits_S: Tensor, tries_S: Tensor) -> Tenso
     """[S, K], growing with K: drafts a row may have at each level."""
     level_K = torch.arange(LEVELS, device=window_S.device)
     if rule == "aimd":
-        return torch.minimum(window_S.unsqueeze(1), level_K)
+        return torch.minimum(window_S.unsqueeze(1), level_K).int()
     # The j-th draft is right with chance odds ** j; the mildest level asks for LEAST_CHANCE, the strictest for 1.
     odds_S = (hits_S + 1.0) / (tries_S + 2.0)
     wide_SK = (level_K.float() * LOG_STEP / odds_S.log().unsqueeze(1)).floor().clamp(max=MOST)

@@ -25,7 +25,7 @@ from itertools import count
 from slipstream.engine.pages import PagePool
 from slipstream.engine.sequences import Group, PartialRollout, Running, Sampler, Seat, StepPlan
 from slipstream.engine.stopping import StopTexts
-from slipstream.types import FinishReason, Request, Rollout
+from slipstream.types import Request, Rollout
 
 MAX_STOP_TOKENS = 8
 """Of one request: the device compares every sampled token with all of them."""
@@ -226,7 +226,7 @@ class Batcher:
             if reason is not None:
                 self._release(sequence)
                 self._live.remove(sequence.request.uid)
-                finished.append(_rollout(sequence, reason, version))
+                finished.append(sequence.ended(reason, version))
         return finished
 
     def _look_for_stop_text(self, sequence: Running, num_new: int) -> None:
@@ -439,15 +439,3 @@ class Batcher:
                     self._drop_if_empty(group)
                     return member
         raise AssertionError(f"{uid} is live but nowhere")
-
-
-def _rollout(sequence: Running, reason: FinishReason, version: int) -> Rollout:
-    return Rollout(
-        request=sequence.request,
-        token_ids=tuple(sequence.token_ids),
-        logprobs=tuple(sequence.logprobs),
-        finish_reason=reason,
-        first_version=sequence.first_version,
-        last_version=version,
-        origins=tuple(sequence.origins) if len(sequence.origins) == len(sequence.token_ids) else (),
-    )

@@ -12,7 +12,6 @@ and longer ones never planned; on a GPU by the settings of `models/precision.py`
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -31,7 +30,7 @@ from slipstream.engine.sequences import PartialRollout, StepPlan
 from slipstream.engine.state import BROKEN, StepState, read_report
 from slipstream.engine.step import StepSizes, run_step
 from slipstream.engine.stopping import Decode, StopTexts
-from slipstream.engine.strategy import OFF, DraftCounts, DraftPolicy, Strategy
+from slipstream.engine.strategy import OFF, Demand, DraftCounts, DraftPolicy, Strategy
 from slipstream.models.cached import KVPages
 from slipstream.models.precision import check_batch_invariance, use_batch_invariant_products
 from slipstream.models.recognise import fuse, is_fused
@@ -116,6 +115,7 @@ class Engine:
         )
         assert (drafter is None) == (policy is None), "a drafter needs a policy, and a policy a drafter"
         self.drafter, self.policy = drafter, policy
+        self._demand = Demand()
         self._last_done: torch.cuda.Event | float | None = None
         """When the step before the next one to be read was done, if nothing came between."""
         self._min_rows = 1 if self.fusion is not None and self.fusion.any_height else MIN_STEP_TOKENS
@@ -149,7 +149,7 @@ class Engine:
             started = time.perf_counter()
             batch = max(1, self._batcher.num_running)
             strategy = OFF if self.policy is None else self.policy.choose(batch)
-            plan = self._batcher.plan(math.ceil(strategy.drafts_each * batch), self._state.max_drafts)
+            plan = self._batcher.plan(self._demand.room(strategy, batch), self._state.max_drafts)
             try:
                 self._launch(plan, batch, strategy)
             except Exception:
@@ -359,6 +359,7 @@ class Engine:
             for rollout in finished:
                 self.drafter.forget(rollout.request.uid)
             self._draft_counts.add(report.num_drafted, report.origins)
+            self._demand.observe(launched.batch, launched.plan.num_drafts, sum(report.num_drafted))
         self._tell_policy(launched, sum(map(len, report.tokens)))
         if broken:
             raise BrokenLogits(

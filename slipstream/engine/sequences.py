@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from slipstream.types import FinishReason, Request
+from slipstream.types import FinishReason, Request, Rollout
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +60,17 @@ class Running:
         if self.met_stop_text or (self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids):
             return "stop"
         return "length" if len(self.token_ids) >= self.request.sampling.max_new_tokens else None
+
+    def ended(self, reason: FinishReason, version: int) -> Rollout:
+        return Rollout(
+            request=self.request,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            finish_reason=reason,
+            first_version=self.first_version,
+            last_version=version,
+            origins=tuple(self.origins) if len(self.origins) == len(self.token_ids) else (),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,37 @@ class Always:
 
     def observe(self, batch: int, strategy: Strategy, num_tokens: int, seconds: float) -> None:
         pass
+
+
+MARGIN = 1.2
+"""Times the drafts that there were of late: room for a few more."""
+REGROWTH = 1.5
+"""Times the room, after a step in which there may have been more."""
+
+
+class Demand:
+    """How many drafts there are a sequence, as a step sees it: one made for more costs time and gives nothing."""
+
+    def __init__(self) -> None:
+        self._each = math.inf
+
+    def room(self, strategy: Strategy, batch: int) -> int:
+        """Drafts that the next step may verify: what the strategy allows, or half, a quarter and so on, since every
+        size of step needs a CUDA graph."""
+        each = strategy.drafts_each
+        while each / 2 >= max(self._each, 1 / batch):
+            each /= 2
+        return math.ceil(each * batch)
+
+    def observe(self, batch: int, room: int, num_drafted: int) -> None:
+        if not room:
+            return
+        each = num_drafted / batch
+        if num_drafted >= room - 1:
+            self._each = max(self._each, REGROWTH * each)
+        else:
+            before = each if self._each == math.inf else self._each / MARGIN
+            self._each = MARGIN * (0.8 * before + 0.2 * each)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """The GPU's way to sample: two Triton kernels that give the tokens of `sampling.sample_plainly`.
 
-The first reads each logit once and leaves five numbers a block of the vocabulary, the second merges a row's blocks. Who
-can win a block is found with single-precision noise, and only those have it computed in double, as the twin has it.
+The first reads each logit once and leaves three numbers a block of the vocabulary, among them an estimate of its best
+score, with noise in single precision. The second looks again at the blocks that can win, usually one, and computes the
+noise as the twin does, in double precision, for the few tokens that can.
 Launches and shapes depend on N, V and the dtype of the logits alone, so a CUDA graph can hold them (after one warm-up
 call, which compiles). Blocks are cut in the same way whatever N is: a row's bits do not depend on the rows beside it.
 Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, for the tests.
@@ -20,7 +21,7 @@ from slipstream import rng
 from slipstream.engine.sampling import SamplingRows
 from slipstream.models.launching import await_inputs, overlap
 
-BLOCK_TOKENS = 1024
+BLOCK_TOKENS, BLOCK_WARPS = 1024, 2
 MIX_A = tl.constexpr(rng.MIX_A)
 MIX_B = tl.constexpr(rng.MIX_B)
 GOLDEN = tl.constexpr(rng.GOLDEN)
@@ -32,104 +33,104 @@ def sample_by_triton(logits_NV: Tensor, rows: SamplingRows, threshold_N: Tensor)
     assert all(getattr(rows, name).is_contiguous() for name in SamplingRows.__slots__) and threshold_N.is_contiguous()
     num_rows, vocab_size = logits_NV.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK_TOKENS)
-    numbers_N4B = torch.empty(num_rows, 4, num_blocks, dtype=torch.float32, device=logits_NV.device)
-    winners_NB = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits_NV.device)
+    numbers_N3B = torch.empty(num_rows, 3, num_blocks, dtype=torch.float32, device=logits_NV.device)
     tokens_N = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)
     logprobs_N = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
-    _score_blocks[(num_rows, num_blocks)](
-        logits_NV,
-        rows.seed_N2,
-        rows.position_N,
-        rows.inverse_temperature_N,
-        rows.greedy_N,
-        threshold_N,
-        numbers_N4B,
-        winners_NB,
-        logits_NV.stride(0),
-        vocab_size,
-        num_blocks,
-        BLOCK=BLOCK_TOKENS,
-        # x is a rounded product and the score a rounded sum: fused into one operation they would round once, and a
-        # near tie could fall otherwise than on the CPU.
-        enable_fp_fusion=False,
-        **overlap(logits_NV.device),
-    )
-    _merge_blocks[(num_rows,)](
-        numbers_N4B, winners_NB, tokens_N, logprobs_N, num_blocks,
-        BLOCKS=triton.next_power_of_2(num_blocks), **overlap(logits_NV.device),
+    facts = (
+        logits_NV, rows.seed_N2, rows.position_N, rows.inverse_temperature_N, rows.greedy_N, threshold_N, numbers_N3B,
+        logits_NV.stride(0), vocab_size, num_blocks,
     )  # fmt: skip
+    # x is a rounded product and the score a rounded sum: fused into one operation they would round once, and a near tie
+    # could fall otherwise than on the CPU.
+    options = {"enable_fp_fusion": False, **overlap(logits_NV.device)}
+    _survey_blocks[(num_rows, num_blocks)](*facts, BLOCK=BLOCK_TOKENS, num_warps=BLOCK_WARPS, **options)
+    _pick_winners[(num_rows,)](
+        *facts, tokens_N, logprobs_N, BLOCK=BLOCK_TOKENS, BLOCKS=triton.next_power_of_2(num_blocks), **options
+    )
     return tokens_N, logprobs_N
 
 
 @triton.jit
-def _score_blocks(  # type: ignore[no-untyped-def]
-    logits_ptr, seed_ptr, position_ptr, inverse_temperature_ptr, greedy_ptr, threshold_ptr, numbers_ptr, winners_ptr,
+def _survey_blocks(  # type: ignore[no-untyped-def]
+    logits_ptr, seed_ptr, position_ptr, inverse_temperature_ptr, greedy_ptr, threshold_ptr, numbers_ptr,
     row_stride, vocab_size, num_blocks, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """Of a block of a row: its largest x, the sum of exp(x - largest), and the best score, by an estimate."""
     await_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    logit = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=-float("inf"))
-    x = logit.to(tl.float32) * tl.load(inverse_temperature_ptr + row)
-    # Reductions drop NaN; as +inf it shows in the maximum, where the merge looks for it.
-    x = tl.where(x != x, float("inf"), x)
-
+    token, x = _load_x(logits_ptr + row * row_stride, inverse_temperature_ptr + row, block, vocab_size, BLOCK)
     top = tl.max(x, 0)
     weight = tl.exp(x - tl.where(top == -float("inf"), 0.0, top))
     total = tl.sum(weight, 0)
 
-    # Who can win, by an estimate: noise in double precision, which decides, would take most of the step's sampling.
     k0, k1 = row_keys(tl.load(seed_ptr + 2 * row), tl.load(seed_ptr + 2 * row + 1), tl.load(position_ptr + row))
-    greedy = tl.load(greedy_ptr + row)
-    late = tl.where(x >= tl.load(threshold_ptr + row), arrival(token, k0, k1) / weight, float("inf"))
-    late = tl.where(greedy, -x, late)
-    first = tl.min(late, 0)
-    # The estimate is off by a hundred-thousandth, and rounding a score to single precision lifts it by less than this.
-    reach = tl.where(greedy, first, first * tl.exp(0.001 + tl.abs(top) * 4.8e-7))
-    racing = (late <= reach) & (late < float("inf"))
-    best = -float("inf")
-    winner = vocab_size
-    winner_x = -float("inf")
-    runner = tl.min(tl.where(racing, token, vocab_size), 0)
-    while runner < vocab_size:
-        runner_x = tl.max(tl.where(token == runner, x, -float("inf")), 0)
-        score = runner_x + tl.where(greedy, 0.0, gumbel(runner, k0, k1))
-        if score > best:  # of equals the lowest id, which comes first
-            best, winner, winner_x = score, runner, runner_x
-        racing = racing & (token != runner)
-        runner = tl.min(tl.where(racing, token, vocab_size), 0)
+    # -log(u) / exp(x - top) is the time at which a token arrives: the first has the largest x + noise.
+    first = tl.min(tl.where(x >= tl.load(threshold_ptr + row), arrival(token, k0, k1) / weight, float("inf")), 0)
+    lead = tl.where(tl.load(greedy_ptr + row), top, top - tl.log(first))
 
-    numbers = numbers_ptr + row * 4 * num_blocks + block
+    numbers = numbers_ptr + row * 3 * num_blocks + block
     tl.store(numbers, top)
     tl.store(numbers + num_blocks, total)
-    tl.store(numbers + 2 * num_blocks, best)
-    tl.store(numbers + 3 * num_blocks, winner_x)
-    tl.store(winners_ptr + row * num_blocks + block, winner)
+    tl.store(numbers + 2 * num_blocks, lead)
 
 
 @triton.jit
-def _merge_blocks(  # type: ignore[no-untyped-def]
-    numbers_ptr, winners_ptr, tokens_ptr, logprobs_ptr, num_blocks, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
+def _pick_winners(  # type: ignore[no-untyped-def]
+    logits_ptr, seed_ptr, position_ptr, inverse_temperature_ptr, greedy_ptr, threshold_ptr, numbers_ptr,
+    row_stride, vocab_size, num_blocks, tokens_ptr, logprobs_ptr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """Of a row: the token with the best score and its log-probability. Only where the estimates are near the best are
+    scores computed as the plain twin does."""
     await_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCKS)
-    real = block < num_blocks
-    numbers = numbers_ptr + row * 4 * num_blocks + block
-    tops = tl.load(numbers, mask=real, other=-float("inf"))
-    totals = tl.load(numbers + num_blocks, mask=real, other=0.0)
-    bests = tl.load(numbers + 2 * num_blocks, mask=real, other=-float("inf"))
-    xs = tl.load(numbers + 3 * num_blocks, mask=real, other=-float("inf"))
-    winners = tl.load(winners_ptr + row * num_blocks + block, mask=real, other=0x7FFFFFFF)
-
-    top = tl.max(tops, 0)
-    total = tl.sum(totals * tl.exp(tops - top), 0)
-    winner = tl.min(tl.where(bests == tl.max(bests, 0), winners, 0x7FFFFFFF), 0)
-    x = tl.max(tl.where(winners == winner, xs, -float("inf")), 0)
+    index = tl.arange(0, BLOCKS)
+    real = index < num_blocks
+    numbers = numbers_ptr + row * 3 * num_blocks + index
+    top_B = tl.load(numbers, mask=real, other=-float("inf"))
+    total_B = tl.load(numbers + num_blocks, mask=real, other=0.0)
+    lead_B = tl.load(numbers + 2 * num_blocks, mask=real, other=-float("inf"))
+    top = tl.max(top_B, 0)
+    total = tl.sum(total_B * tl.exp(top_B - top), 0)
     sound = (top > -float("inf")) & (top < float("inf"))
+
+    k0, k1 = row_keys(tl.load(seed_ptr + 2 * row), tl.load(seed_ptr + 2 * row + 1), tl.load(position_ptr + row))
+    greedy = tl.load(greedy_ptr + row)
+    threshold = tl.load(threshold_ptr + row)
+    # An estimate is off by a hundred-thousandth, and rounding to single precision moves a score by less than this.
+    reach = tl.max(lead_B, 0) - tl.where(greedy, 0.0, 0.001 + tl.abs(top) * 4.8e-7)
+    best = -float("inf")
+    winner = vocab_size
+    winner_x = -float("inf")
+    open_B = lead_B >= reach
+    block = tl.min(tl.where(open_B, index, BLOCKS), 0)
+    while sound & (block < BLOCKS):
+        token, x = _load_x(logits_ptr + row * row_stride, inverse_temperature_ptr + row, block, vocab_size, BLOCK)
+        lead = tl.where(greedy, x, x - tl.log(arrival(token, k0, k1)))
+        racing = (x >= threshold) & (lead >= reach)
+        runner = tl.min(tl.where(racing, token, vocab_size), 0)
+        while runner < vocab_size:
+            runner_x = tl.max(tl.where(token == runner, x, -float("inf")), 0)
+            score = runner_x + tl.where(greedy, 0.0, gumbel(runner, k0, k1))
+            if score > best:  # of equals the lowest id, which comes first
+                best, winner, winner_x = score, runner, runner_x
+            racing = racing & (token != runner)
+            runner = tl.min(tl.where(racing, token, vocab_size), 0)
+        open_B = open_B & (index != block)
+        block = tl.min(tl.where(open_B, index, BLOCKS), 0)
     tl.store(tokens_ptr + row, tl.where(sound, winner, -1).to(tl.int64))
-    tl.store(logprobs_ptr + row, tl.where(sound, (x - top) - tl.log(total), float("nan")))
+    tl.store(logprobs_ptr + row, tl.where(sound, (winner_x - top) - tl.log(total), float("nan")))
+
+
+@triton.jit
+def _load_x(row_ptr, inverse_temperature_ptr, block, vocab_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tokens of a block, and for each its logit over the temperature."""
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(row_ptr + token, mask=token < vocab_size, other=-float("inf"))
+    x = logit.to(tl.float32) * tl.load(inverse_temperature_ptr)
+    # Reductions drop NaN; as +inf it shows in the maximum, where a broken row is told by it.
+    return token, tl.where(x != x, float("inf"), x)
 
 
 @triton.jit

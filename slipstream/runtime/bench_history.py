@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ from transformers import PreTrainedModel
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.selector import Selector
 from slipstream.draft.shelves import Text, shelf_tokens
-from slipstream.draft.workloads import GROUP, PROMPT_TOKENS, ReplayGroup, adversarial, alike, seed_of
+from slipstream.draft.workloads import ReplayGroup, adversarial, alike, epochs_of, seed_of
 from slipstream.engine.engine import Engine
 from slipstream.models.precision import resolve_precision
 from slipstream.runtime.benches import check_shape, describe_machine, load_shape, new_table, write_record
-from slipstream.runtime.local import choose_device
+from slipstream.runtime.local import choose_device, still_heap
+from slipstream.runtime.traces import read_trace
 from slipstream.types import Request, SamplingParams
 
 COLUMNS = ("workload", "batch", "off", "drafts", "gain", "a step", "right", "chosen")
 MAX_DRAFTS = 32
+KEPT = 16
+"""Past rollouts of a prompt of a recorded run."""
 MOST_WARM_UPS = 6
 
 
@@ -32,33 +36,43 @@ def bench_history(
     likenesses: Sequence[float],
     *,
     new_tokens: int,
-    json_file: Path | None,
+    trace: Path | None = None,
+    json_file: Path | None = None,
 ) -> dict[str, Any]:
-    """Time each workload at each size of batch; the record that is also written to `json_file`."""
+    """Time each workload at each size of batch; the record that is also written to `json_file`.
+
+    With a `trace` the workloads are its epochs, and the others are left out.
+    """
     check_shape(shape)
+    recorded = read_trace(trace) if trace is not None else None
     device = choose_device("auto")
     dtype = resolve_precision("auto", device)
     model = load_shape(shape, dtype, device)
     vocab_size = model.config.get_text_config().vocab_size
+    largest = max((token for one in recorded or () for token in (*one.token_ids, *one.prompt_ids)), default=0)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{trace} has token ids up to {largest}, {shape} knows {vocab_size}: give --shape the model that was "
+            "recorded, or one with more tokens"
+        )
     console = Console()
     title = f"{shape}: tokens/s without and with drafts from history"
     table = new_table(title, COLUMNS, words=("workload", "chosen"))
     rows: list[dict[str, Any]] = []
     for batch in batches:
-        workloads = {f"{likeness:.0%} alike": alike(batch, new_tokens, likeness, vocab_size) for likeness in likenesses}
-        workloads["adversarial"] = adversarial(batch, new_tokens, vocab_size)
-        plain = Replay(model, batch, new_tokens, drafts=False)
-        drafting = Replay(model, batch, new_tokens, drafts=True)
-        for name, groups in workloads.items():
-            with console.status(f"{name}, batch {batch}"):
-                off, on = plain.measure(groups), drafting.measure(groups)
-            row = {"workload": name, "batch": batch, "off": off, "history": on}
-            row["gain"] = on["tokens_per_s"] / off["tokens_per_s"]
+        if recorded is not None:
+            epochs = epochs_of(recorded, vocab_size, KEPT)
+            workloads = {f"epoch {number}": groups for number, groups in enumerate(epochs)}
+        else:
+            workloads = {f"{share:.0%} alike": alike(batch, new_tokens, share, vocab_size) for share in likenesses}
+            workloads["adversarial"] = adversarial(batch, new_tokens, vocab_size)
+        for row in _measure(model, batch, workloads, console, alike_cost=recorded is None):
             rows.append(row)
+            on = row["history"]
             table.add_row(
-                name,
+                row["workload"],
                 str(batch),
-                f"{off['tokens_per_s']:,.0f}",
+                f"{row['off']['tokens_per_s']:,.0f}",
                 f"{on['tokens_per_s']:,.0f}",
                 f"{row['gain']:.2f}",
                 f"{on['tokens_per_row']:.2f}",
@@ -67,47 +81,90 @@ def bench_history(
             )
     console.print(table)
     record = {"what": "slipstream bench history", "shape": shape, "new_tokens": new_tokens, "rows": rows}
+    record |= {"trace": trace.name} if trace is not None else {}
     record = describe_machine(device, dtype) | record
     write_record(record, json_file, console)
     return record
 
 
-class Replay:
-    """An engine that walks workloads, once to prepare graphs and choices and once by the clock."""
+def _measure(
+    model: PreTrainedModel,
+    batch: int,
+    workloads: Mapping[str, Sequence[ReplayGroup]],
+    console: Console,
+    *,
+    alike_cost: bool,
+) -> Iterator[dict[str, Any]]:
+    """`alike_cost`: without drafts all workloads take the same, so that they are timed once before and once after."""
+    plain, drafting = (Replay(model, batch, list(workloads.values()), drafts=drafts) for drafts in (False, True))
+    plain_walks: dict[str, list[float]] = {}
+    found: dict[str, dict[str, Any]] = {}
 
-    def __init__(self, model: PreTrainedModel, batch: int, new_tokens: int, *, drafts: bool) -> None:
-        max_length = PROMPT_TOKENS + new_tokens
+    def walk_plainly(name: str) -> None:
+        with console.status(f"{name}, batch {batch}, without drafts"), still_heap():
+            plain_walks.setdefault(name, []).append(plain.measure(workloads[name])["tokens_per_s"])
+
+    first = next(iter(workloads))
+    if alike_cost:
+        walk_plainly(first)
+    for name, groups in workloads.items():
+        if not alike_cost:
+            walk_plainly(name)
+        with console.status(f"{name}, batch {batch}"), still_heap():
+            found[name] = drafting.measure(groups)
+    if alike_cost:
+        walk_plainly(first)
+    for name, on in found.items():
+        walks = plain_walks[first if alike_cost else name]
+        off = {"tokens_per_s": statistics.fmean(walks), "walks": walks}
+        gain = on["tokens_per_s"] / off["tokens_per_s"]
+        yield {"workload": name, "batch": batch, "off": off, "history": on, "gain": gain}
+
+
+class Replay:
+    """An engine that walks workloads: to prepare graphs and choices, and then by the clock."""
+
+    def __init__(
+        self, model: PreTrainedModel, batch: int, workloads: Sequence[Sequence[ReplayGroup]], *, drafts: bool
+    ) -> None:
+        groups = [group for workload in workloads for group in workload]
+        num_prompt = max(len(group.prompt_ids) for group in groups)
+        num_new = max(len(text) for group in groups for text in (*group.texts, *group.past))
+        num_texts = max(len(group.texts) + len(group.past) for group in groups)
         self._past: dict[tuple[int, ...], list[Text]] = {}
         self._selector = Selector()
         drafter = None
         if drafts:
-            shelf = shelf_tokens(PROMPT_TOKENS, 2 * batch, new_tokens)
+            shelf = shelf_tokens(num_prompt, num_texts, num_new)
             drafter = HistoryDrafter(
                 num_slots=batch,
                 max_drafts=MAX_DRAFTS,
-                library_tokens=2 * shelf,
-                longest_shelf=min(shelf, shelf_tokens(PROMPT_TOKENS, 2 * GROUP, new_tokens)),
+                library_tokens=shelf * min(len(groups), batch + 1),
+                longest_shelf=shelf,
                 device=model.device,
                 past=lambda ids: self._past.get(ids, ()),
             )
         self._engine = Engine(
             model,
             max_sequences=batch,
-            max_length=max_length,
+            max_length=num_prompt + num_new,
             drafter=drafter,
             policy=self._selector if drafts else None,
         )
         self._batch = batch
 
     def measure(self, groups: Sequence[ReplayGroup]) -> dict[str, Any]:
+        """By the clock once graphs are made; with drafts once every way was tried, and then walked again."""
         self._past = {group.prompt_ids: [Text(text, 1) for text in group.past] for group in groups}
         self._selector = Selector()  # what paid for another workload says nothing about this one
+        self._walk(groups)
         if self._engine.drafter is not None:
             self._engine.policy = self._selector
-        for _ in range(MOST_WARM_UPS):
+            for _ in range(MOST_WARM_UPS):
+                self._walk(groups)
+                if self._selector.has_tried_all(self._batch):
+                    break
             self._walk(groups)
-            if self._engine.drafter is None or self._selector.has_tried_all(self._batch):
-                break
         self._engine.take_draft_counts()
         started = time.perf_counter()
         num_tokens = self._walk(groups)
@@ -116,13 +173,17 @@ class Replay:
         return {
             "tokens_per_s": num_tokens / seconds,
             "tokens_per_row": counts.num_tokens / counts.num_rows if counts.num_rows else 1.0,
+            "drafts_per_row": counts.num_drafted / counts.num_rows if counts.num_rows else 0.0,
             "accept_rate": counts.num_accepted / counts.num_drafted if counts.num_drafted else 0.0,
             "chosen": str(self._selector.best(self._batch)),
+            "rates": {str(way): rate for way, rate in self._selector.rates(self._batch).items()},
         }
 
     def _walk(self, groups: Sequence[ReplayGroup]) -> int:
         num_tokens = 0
         for number, group in enumerate(groups):
+            if not group.texts:
+                continue
             self._engine.submit(
                 [
                     Request(

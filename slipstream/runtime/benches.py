@@ -21,7 +21,7 @@ from slipstream.engine.measure import PROMPT_TOKENS, read_bandwidth, time_decodi
 from slipstream.models.loading import BUILT_IN, load_model
 from slipstream.models.precision import Precision, resolve_precision
 from slipstream.models.shapes import SHAPES, random_model
-from slipstream.runtime.local import choose_device
+from slipstream.runtime.local import choose_device, still_heap
 from slipstream.runtime.machine import installed_version
 
 COLUMNS = ("shape", "batch", "tok/s", "ms/step", "p90", "bandwidth", "graphs", "MB", "start s")
@@ -62,7 +62,7 @@ def bench_engines(
         )
         load_s = time.perf_counter() - started
         for batch in batches:
-            with console.status(f"{shape}, batch {batch}"):
+            with console.status(f"{shape}, batch {batch}"), still_heap():
                 timing = time_decoding(engine, batch, new_tokens, bandwidth)
             rows.append({"shape": shape, "load_s": load_s, **asdict(timing)})
             table.add_row(

@@ -1,0 +1,53 @@
+"""Recorded runs, to be replayed: a run's folder, or lines of JSON, compressed or not.
+
+A line is a rollout: `{"p": prompt, "ep": epoch, "t": [token ids]}`. Token ids of prompts, if known, are lines
+`{"p": prompt, "ids": [token ids]}` in a file of the same name with "prompts" for "rollouts".
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slipstream.draft.workloads import Recorded
+from slipstream.observe.store import RunStore, RunStoreError
+
+
+def read_trace(path: Path) -> list[Recorded]:
+    """ValueError if nothing can be read there, with what to write instead."""
+    if path.is_dir():
+        return _read_run(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such run folder or file of rollouts")
+    prompts = path.with_name(path.name.replace("rollouts", "prompts"))
+    prompt_ids = {}
+    if prompts != path and prompts.is_file():
+        prompt_ids = {str(line["p"]): tuple(line["ids"]) for line in _lines(prompts, ("p", "ids"))}
+    return [
+        Recorded(str(line["p"]), int(line["ep"]), tuple(line["t"]), prompt_ids.get(str(line["p"]), ()))
+        for line in _lines(path, ("p", "ep", "t"))
+    ]
+
+
+def _read_run(folder: Path) -> list[Recorded]:
+    try:
+        with RunStore(folder, read_only=True) as store:
+            return [Recorded(one.prompt_key, one.step, one.token_ids) for one in store.rollouts(kind="train")]
+    except RunStoreError as error:
+        raise ValueError(str(error)) from error
+
+
+def _lines(path: Path, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                line = None
+            if not isinstance(line, dict) or any(name not in line for name in names):
+                raise ValueError(f"{path}, line {number}: a line of JSON with {', '.join(names)} was expected")
+            yield line

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from slipstream.engine.engine import Engine
 from slipstream.models.shapes import random_model
 from slipstream.rng import derive_seed
+from slipstream.runtime.local import still_heap
 from slipstream.types import Request, SamplingParams
 
 STEPS = 40
@@ -49,10 +50,10 @@ def profile_decoding(engine: Engine, batch: int) -> dict[str, Any]:
     span_us = max(end for _, end, _ in kernels) - kernels[0][0]
     time_us: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    largest_gap_us = 0.0
+    gaps_us: list[float] = []
     done = kernels[0][0]
     for start, end, name in kernels:
-        largest_gap_us = max(largest_gap_us, start - done)
+        gaps_us.append(start - done)
         short = re.sub(r"<.*|\(.*", "", name)[:60]
         time_us[short] += max(0.0, end - max(start, done))
         calls[short] += 1
@@ -62,8 +63,9 @@ def profile_decoding(engine: Engine, batch: int) -> dict[str, Any]:
         "step_us": span_us / STEPS,
         "busy_us": sum(time_us.values()) / STEPS,
         "kernels_per_step": len(kernels) / STEPS,
-        "largest_gap_us": largest_gap_us,
-        "largest_gap_share": largest_gap_us / (span_us / STEPS),
+        "largest_gap_us": max(gaps_us),
+        "largest_gap_share": max(gaps_us) / (span_us / STEPS),
+        "gaps_above_5_percent": sum(gap > 0.05 * span_us / STEPS for gap in gaps_us),
         "kernels": [
             {"name": name, "us_per_step": us / STEPS, "calls_per_step": calls[name] / STEPS}
             for name, us in time_us.most_common(14)
@@ -83,7 +85,8 @@ def main() -> None:
         model = random_model(shape, dtype=torch.bfloat16, device=torch.device("cuda"))
         engine = Engine(model, max_sequences=max(batches), max_length=CONTEXT + 2 * STEPS + 16)
         for batch in batches:
-            row = {"shape": shape} | profile_decoding(engine, batch)
+            with still_heap():
+                row = {"shape": shape} | profile_decoding(engine, batch)
             rows.append(row)
             print(json.dumps({name: value for name, value in row.items() if name != "kernels"}))
             for kernel in row["kernels"]:

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from slipstream.draft import match, widths
 from slipstream.draft.match import draft_plainly, draft_slots_parallel, draft_slots_serial
-from slipstream.draft.shelves import HISTORY, MAX_MATCH, NO_TEXT, OWN_TEXT, SIBLING, Shelving, Text, lay_out
+from slipstream.draft.shelves import (
+    ALIGNMENT,
+    HISTORY,
+    MAX_MATCH,
+    NO_TEXT,
+    OWN_TEXT,
+    SIBLING,
+    Shelving,
+    Text,
+    aligned,
+    lay_out,
+)
 from slipstream.rng import MASK32, gumbel
 
 FEW = st.integers(3, 6)
@@ -100,24 +111,25 @@ def test_a_shelf_holds_the_prompt_the_past_and_room_for_members() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(st.integers(1, 30), st.integers(0, 9).map(lambda which: -1 - which)), max_size=60))
 def test_stretches_of_the_library_never_overlap(acts: list[int]) -> None:
-    shelving, taken = Shelving(100), dict[int, int]()
+    shelving, taken = Shelving(165), dict[int, int]()
     for act in acts:
         if act > 0:
             start = shelving.take(act)
             if start is not None:
-                taken[start] = act
+                taken[start] = aligned(act)
+                assert start % ALIGNMENT == 0 and act <= taken[start] < act + ALIGNMENT
             else:
-                assert shelving.num_free < act * (len(taken) + 1), "there is a stretch that is large enough"
+                assert shelving.num_free < aligned(act) * (len(taken) + 1), "there is a stretch that is large enough"
         elif taken:
             start = sorted(taken)[act % len(taken)]
             del taken[start]
             shelving.give_back(start)
         places = [place for start, size in taken.items() for place in range(start, start + size)]
-        assert len(set(places)) == len(places) and all(0 <= place < 100 for place in places)
-        assert shelving.num_free + len(places) == 100
+        assert len(set(places)) == len(places) and all(0 <= place < 160 for place in places)
+        assert shelving.num_free + len(places) == 160
     for start in taken:
         shelving.give_back(start)
-    assert shelving.take(100) == 0
+    assert shelving.take(160) == 0
 
 
 def test_widths_by_hand() -> None:

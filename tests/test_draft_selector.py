@@ -109,7 +109,7 @@ def test_a_step_is_made_for_the_drafts_there_are() -> None:
     assert demand.room(strategy, 64) == 512
     for _ in range(20):
         demand.observe(64, demand.room(strategy, 64), 40)
-    assert demand.room(strategy, 64) == 64, "the least of 512, 256, ... that holds 40 and a few more"
+    assert demand.room(strategy, 64) == 48, "the least of 512, 384, 256, ... that holds 40 and a few more"
     for _ in range(12):
         room = demand.room(strategy, 64)
         demand.observe(64, room, room)

@@ -19,6 +19,7 @@ NO_TEXT = -1
 MAX_MATCH = 16
 """Tokens of a suffix that are compared at most, and so many of the prompt stand before every text."""
 
+ALIGNMENT = 16
 SIBLING, HISTORY, OWN_TEXT = 1, 2, 3
 """Sources of drafts: another sample of the same group, an earlier rollout, the prompt and the sequence's own text."""
 SOURCE_NAMES = {0: "sampled", SIBLING: "sibling", HISTORY: "history", OWN_TEXT: "own text"}
@@ -63,14 +64,21 @@ def lay_out(
 
 def shelf_tokens(num_prompt: int, num_texts: int, text_tokens: int) -> int:
     """Places that a shelf takes at most: its prompt, and past rollouts and members of at most `text_tokens` each."""
-    return num_prompt + 2 + num_texts * (MAX_MATCH + text_tokens + 1)
+    return aligned(num_prompt + 2 + num_texts * (MAX_MATCH + text_tokens + 1))
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Shelving:
-    """Stretches of a library of fixed size: the first free one that is large enough."""
+    """Stretches of a library of fixed size: the first free one that is large enough.
+
+    Each begins at a multiple of ALIGNMENT, so that a GPU can read several places at once.
+    """
 
     def __init__(self, size: int) -> None:
-        self._free = [(0, size)]
+        self._free = [(0, size - size % ALIGNMENT)]
         self._taken: dict[int, int] = {}
 
     @property
@@ -78,7 +86,8 @@ class Shelving:
         return sum(size for _, size in self._free)
 
     def take(self, size: int) -> int | None:
-        """The first place of a stretch of `size`, None if there is none."""
+        """The first place of a stretch of at least `size`, None if there is none."""
+        size = aligned(size)
         for index, (start, free) in enumerate(self._free):
             if free >= size > 0:
                 self._free[index : index + 1] = [(start + size, free - size)] if free > size else []

@@ -15,14 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.draft.match import BLOCK, BLOCK_PLACES, MAX_PLACES
-from slipstream.draft.shelves import MAX_MATCH, NO_TEXT, OWN_TEXT
+from slipstream.draft.shelves import ALIGNMENT, MAX_MATCH, NO_TEXT, OWN_TEXT
 from slipstream.engine.state import StepState
 from slipstream.engine.triton_sampling import gumbel, row_keys
 from slipstream.models.launching import await_inputs, overlap
 
 FEW_BLOCKS, BLOCKS_TOGETHER = 32, 8
 """Blocks that one program searches: one on short shelves; on long ones several, or starting programs takes longest."""
-_NO_TEXT, _OWN_TEXT = tl.constexpr(NO_TEXT), tl.constexpr(OWN_TEXT)
+_NO_TEXT, _OWN_TEXT, _ALIGNMENT = tl.constexpr(NO_TEXT), tl.constexpr(OWN_TEXT), tl.constexpr(ALIGNMENT)
 
 
 def draft_slots(
@@ -71,21 +71,23 @@ def _search(
     """The longest match in some blocks of a slot's shelf, and in each block the last places that have it."""
     await_inputs(OVERLAPS)
     slot = tl.program_id(0)
-    start, end = tl.load(start_ptr + slot), tl.load(end_ptr + slot)
+    start, end = tl.multiple_of(tl.load(start_ptr + slot), _ALIGNMENT), tl.load(end_ptr + slot)
     known, width = tl.load(known_ptr + slot), tl.load(width_ptr + slot)
     text = tokens_ptr + slot.to(tl.int64) * max_length + known - 1
     has_two = (tl.load(min_match_ptr) > 1) & (known > 1)
     last = tl.load(text, known > 0, other=_NO_TEXT)
     before_last = tl.load(text - 1, has_two, other=_NO_TEXT)
     end = tl.where(width > 0, end, 0)
+    read_end = tl.multiple_of(tl.cdiv(end, _ALIGNMENT) * _ALIGNMENT, _ALIGNMENT)
     for number in range(TOGETHER):
         block = tl.program_id(1) * TOGETHER + number
         place = start + block * BLOCK + tl.arange(0, BLOCK)
-        here = place < end - 1
-        match = here & (tl.load(library_ptr + place, here, other=_NO_TEXT) == last)
+        # Four places at a time, since both ends of what is read are aligned.
+        match = tl.load(library_ptr + place, place < read_end, other=_NO_TEXT) == last
+        match = match & (place < end - 1)
         if has_two:
-            # Two tokens at once: a common last token alone would send most blocks into the loop below.
-            match = match & (tl.load(library_ptr + place - 1, here & (place > start), other=_NO_TEXT) == before_last)
+            # A common last token alone would send most blocks into the loop below.
+            match = match & (tl.load(library_ptr + place - 1, match & (place > start), other=_NO_TEXT) == before_last)
         best = 0
         if tl.max(match.to(tl.int32), 0) > 0:
             match = match & (tl.load(library_ptr + place + 1, match, other=_NO_TEXT) != _NO_TEXT)

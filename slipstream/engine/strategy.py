@@ -59,11 +59,12 @@ class Demand:
         self._each = math.inf
 
     def room(self, strategy: Strategy, batch: int) -> int:
-        """Drafts that the next step may verify: what the strategy allows, or half, a quarter and so on, since every
-        size of step needs a CUDA graph."""
-        each = strategy.drafts_each
-        while each / 2 >= max(self._each, 1 / batch):
-            each /= 2
+        """Drafts that the next step may verify: what the strategy allows, or three quarters, half, three eighths and
+        so on; few sizes, since each needs a CUDA graph."""
+        each, less, still_less = strategy.drafts_each, 3 / 4, 2 / 3
+        while each * less >= max(self._each, 1 / batch):
+            each *= less
+            less, still_less = still_less, less
         return math.ceil(each * batch)
 
     def observe(self, batch: int, room: int, num_drafted: int) -> None:

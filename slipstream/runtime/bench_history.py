@@ -27,7 +27,7 @@ COLUMNS = ("workload", "batch", "off", "drafts", "gain", "a step", "right", "cho
 MAX_DRAFTS = 32
 KEPT = 16
 """Past rollouts of a prompt of a recorded run."""
-MOST_WARM_UPS = 6
+MOST_WARM_UPS = 8
 
 
 def bench_history(
@@ -154,17 +154,17 @@ class Replay:
         self._batch = batch
 
     def measure(self, groups: Sequence[ReplayGroup]) -> dict[str, Any]:
-        """By the clock once graphs are made; with drafts once every way was tried, and then walked again."""
+        """By the clock, once a walk needed no new graph and, with drafts, every way of drafting was tried."""
         self._past = {group.prompt_ids: [Text(text, 1) for text in group.past] for group in groups}
         self._selector = Selector()  # what paid for another workload says nothing about this one
-        self._walk(groups)
         if self._engine.drafter is not None:
             self._engine.policy = self._selector
-            for _ in range(MOST_WARM_UPS):
-                self._walk(groups)
-                if self._selector.has_tried_all(self._batch):
-                    break
+        for _ in range(MOST_WARM_UPS):
+            num_graphs = self._engine.facts().num_graphs
             self._walk(groups)
+            has_chosen = self._engine.drafter is None or self._selector.has_tried_all(self._batch)
+            if has_chosen and self._engine.facts().num_graphs == num_graphs:
+                break
         self._engine.take_draft_counts()
         started = time.perf_counter()
         num_tokens = self._walk(groups)

@@ -85,6 +85,10 @@ class WeightVersion:
     digest: str
 
 
+ORIGIN_NAMES = {0: "sampled", 1: "sibling", 2: "history", 3: "own text"}
+"""Where a token came from: 0 from the model alone, else from the draft of this source that was accepted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """What an engine made of a request."""
@@ -98,8 +102,7 @@ class Rollout:
     first_version: int
     last_version: int
     origins: tuple[int, ...] = field(default=(), compare=False)
-    """With a drafter, for each token: 0 if it was sampled, else the source of the draft that was accepted. How a
-    rollout was computed is no part of what it is."""
+    """With a drafter, for each token a key of ORIGIN_NAMES. How a rollout was computed is no part of what it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 
 from slipstream.config import build_config
 from slipstream.draft.selector import Selector
-from slipstream.draft.shelves import SOURCE_NAMES
+from slipstream.draft.shelves import HISTORY, OWN_TEXT, SIBLING
 from slipstream.engine.strategy import DraftCounts, Strategy
 from slipstream.history.format import HistoryStoreError
 from slipstream.history.store import HistoryStore
 from slipstream.runtime.drafting import draft_metrics
 from slipstream.runtime.local import run_training
+from slipstream.types import ORIGIN_NAMES
 
 PROMPTS, PER_STEP, SAMPLES, EPOCHS = 9, 3, 4, 3
 WORDS = {"wording": "terse", "min_length": 2, "max_length": 3, "max_value": 9}
@@ -145,4 +146,4 @@ def test_the_metrics_of_drafts_by_hand() -> None:
     assert metrics["rollout/spec_accept_length"] == 2.0
     assert metrics["rollout/spec_accept_at_1"] == 1.0 and metrics["rollout/spec_accept_at_2"] == 1.0
     assert metrics["rollout/spec_share_sibling"] == pytest.approx(2 / 6)
-    assert draft_metrics(DraftCounts(), 0.0) == {} and set(SOURCE_NAMES) == {0, 1, 2, 3}
+    assert draft_metrics(DraftCounts(), 0.0) == {} and set(ORIGIN_NAMES) == {0, SIBLING, HISTORY, OWN_TEXT}

@@ -22,7 +22,6 @@ MAX_MATCH = 16
 ALIGNMENT = 16
 SIBLING, HISTORY, OWN_TEXT = 1, 2, 3
 """Sources of drafts: another sample of the same group, an earlier rollout, the prompt and the sequence's own text."""
-SOURCE_NAMES = {0: "sampled", SIBLING: "sibling", HISTORY: "history", OWN_TEXT: "own text"}
 
 
 @dataclass(frozen=True, slots=True)

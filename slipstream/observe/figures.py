@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.observe.metrics import percentile
+from slipstream.types import ORIGIN_NAMES
 
 Series = Mapping[int, float]
 Metrics = Mapping[str, Series]
@@ -129,6 +130,44 @@ def throughput_curve(metrics: Metrics) -> Figure | None:
     if not metrics.get("perf/throughput"):
         return None
     return _figure([_line("tokens/s", metrics["perf/throughput"], BLUE)], "tokens per second", legend=False)
+
+
+ORIGIN_COLOURS = {0: GREY, 1: AQUA, 2: BLUE, 3: YELLOW}
+
+
+def draft_shares(metrics: Metrics) -> Figure | None:
+    """Of the tokens of each step, those that were drafts, by where the drafts came from."""
+    shares = {
+        origin: metrics.get(f"rollout/spec_share_{name.replace(' ', '_')}", {})
+        for origin, name in ORIGIN_NAMES.items()
+        if origin
+    }
+    if not any(shares.values()):
+        return None
+    traces = [
+        _bars(ORIGIN_NAMES[origin], ORIGIN_COLOURS[origin], series) | {"hovertemplate": "%{y:.1%}"}
+        for origin, series in shares.items()
+        if series
+    ]
+    figure = _figure(traces, "share of tokens")
+    figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
+    figure["layout"]["yaxis"] |= {"range": [0, 1], "tickformat": ".0%"}
+    return figure
+
+
+def draft_yield(metrics: Metrics) -> Figure | None:
+    """Tokens that a sequence got a forward pass, and the share of drafts that were right."""
+    if not metrics.get("rollout/spec_accept_length"):
+        return None
+    traces = [_line("tokens a forward pass", metrics["rollout/spec_accept_length"], BLUE)]
+    figure = _figure(traces, "tokens a forward pass")
+    if metrics.get("rollout/spec_accept_rate"):
+        rate = _line("drafts that were right", metrics["rollout/spec_accept_rate"], AQUA)
+        figure["data"].append(rate | {"yaxis": "y2", "hovertemplate": "%{y:.0%}"})
+        figure["layout"]["yaxis2"] = {"overlaying": "y", "side": "right", "range": [0, 1], "tickformat": ".0%"}
+        figure["layout"]["yaxis2"] |= {"showgrid": False, "zeroline": False}
+        figure["layout"]["margin"]["r"] = 48
+    return figure
 
 
 def health_curve(metrics: Metrics, name: str) -> Figure | None:

@@ -54,6 +54,8 @@ table.samples { table-layout: fixed; } .samples .facts { width: 170px; } .sample
 .pill { display: inline-block; font-size: 12px; font-weight: 600; padding: 1px 8px; border-radius: 9px;
   border: 1px solid var(--edge); color: var(--soft); }
 .best { color: var(--good); } .worst, .unscored { color: var(--bad); }
+.from1, .from2, .from3 { border-radius: 3px; padding: 0 1px; } .from1 { background: rgba(27,175,122,.28); }
+.from2 { background: rgba(42,120,214,.28); } .from3 { background: rgba(237,161,0,.32); }
 .xtick text, .ytick text, .legendtext, .xtitle, .ytitle { fill: var(--soft) !important; }
 @media (max-width: 700px) { main { padding: 18px 12px 40px; } dl { grid-template-columns: 1fr; }
   dd { margin-bottom: 6px; }
@@ -113,6 +115,19 @@ def folded(text: str, limit: int = _OPEN_CHARACTERS) -> str:
         f"<details><summary>{short}show all {len(text):,} characters</span></summary>"
         f'<pre class="box">{escape(text)}</pre></details>'
     )
+
+
+def coloured(spans: Sequence[tuple[str, int]]) -> str:
+    """Text in pieces, each with the number of where it came from."""
+    body = "".join(
+        f'<span class="from{origin}">{escape(text)}</span>' if origin else escape(text) for text, origin in spans
+    )
+    return f'<pre class="box">{body}</pre>'
+
+
+def legend(names: Mapping[int, str]) -> str:
+    marks = " ".join(f'<span class="from{number}">{escape(name)}</span>' for number, name in names.items())
+    return f'<p class="soft">{marks}</p>'
 
 
 def config_section(text: str) -> str:

@@ -19,7 +19,9 @@ from slipstream.config import Config, build_config
 from slipstream.observe import figures, page
 from slipstream.observe.console import format_duration
 from slipstream.observe.figures import Metrics, Series
+from slipstream.observe.spans import find_decoder, spans
 from slipstream.observe.store import RunStore, StoredRollout
+from slipstream.types import ORIGIN_NAMES
 
 _TAUGHT_ONLY = (
     "actor/entropy, actor/clipfrac and mismatch_kl are means over the tokens of the samples whose advantage is not "
@@ -44,6 +46,7 @@ def write_report(run_dir: Path) -> Path:
             _header(run_dir.resolve().name, config, metrics),
             _learning(metrics),
             _lengths_and_time(metrics, store.lengths_by_step()),
+            _drafts(run_dir, store, metrics),
             _health(metrics),
             _samples(store, metrics),
         ]
@@ -138,6 +141,44 @@ def _lengths_and_time(metrics: Metrics, lengths: Mapping[int, list[int]]) -> str
         )
         + page.card("Where the time went", _show(timing, "This run has no timing_s/ metrics."), _shares(metrics))
     )
+
+
+def _drafts(run_dir: Path, store: RunStore, metrics: Metrics) -> str:
+    """How much came from drafts, and where from; nothing for a run without any."""
+    gained, shares = figures.draft_yield(metrics), figures.draft_shares(metrics)
+    if gained is None or shares is None:
+        return ""
+    saved_s = sum(metrics.get("rollout/spec_saved_s", {}).values())
+    note = (
+        f"{format_duration(saved_s)} of rollout saved, as estimated from the steps without drafts"
+        if saved_s > 0
+        else ""
+    )
+    html = "<h2>Drafts</h2>" + _grid(
+        "two",
+        page.card("Tokens a forward pass", figures.figure_html(gained), note),
+        page.card("Tokens that were drafts", figures.figure_html(shares), "by where the draft came from"),
+    )
+    return html + page.card("Rollouts by where their tokens came from", _coloured_rollouts(run_dir, store))
+
+
+def _coloured_rollouts(run_dir: Path, store: RunStore) -> str:
+    decode = find_decoder(run_dir)
+    if decode is None:
+        return page.sentence("Shown once the run has a checkpoint, whose tokenizer is needed.")
+    html = page.legend(ORIGIN_NAMES)
+    steps = sorted(store.lengths_by_step())
+    for step in sorted({steps[0], steps[-1]}) if steps else ():
+        for rollout in sorted(store.rollouts(step=step, kind="train"), key=lambda one: (-one.length, one.uid)):
+            origins = store.origins_of(rollout.uid)
+            if any(origins):
+                share = sum(map(bool, origins)) / len(origins)
+                html += page.sentence(
+                    f"Step {step}, {rollout.uid}: {len(origins):,} tokens, {share:.0%} of them drafts"
+                )
+                html += page.coloured(spans(rollout.token_ids, origins, decode))
+                break
+    return html
 
 
 def _health(metrics: Metrics) -> str:

@@ -38,6 +38,7 @@ CREATE TABLE IF NOT EXISTS rollouts (
     first_version INTEGER NOT NULL, last_version INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (kind, step, length);
 CREATE INDEX IF NOT EXISTS rollouts_by_prompt ON rollouts (prompt_key, step);
+CREATE TABLE IF NOT EXISTS drafts (uid TEXT PRIMARY KEY, origins BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, step INTEGER NOT NULL, at_s REAL NOT NULL, name TEXT NOT NULL, payload TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS metrics (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL, PRIMARY KEY (step, name))
@@ -166,10 +167,14 @@ class RunStore:
         results: Sequence[Scored | Unscored],
     ) -> None:
         """Write all results in one transaction; `prompts` gives each group's (prompt key, prompt text)."""
+        drafted = [
+            (result.rollout.request.uid, bytes(result.rollout.origins)) for result in results if result.rollout.origins
+        ]
         rows = [_rollout_row(step, kind, set_name, prompts[result.rollout.request.group], result) for result in results]
         marks = ", ".join("?" * len(_COLUMNS.split(", ")))
         with self._transaction() as connection:
             connection.executemany(f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}) VALUES ({marks})", rows)
+            connection.executemany("INSERT OR REPLACE INTO drafts VALUES (?, ?)", drafted)
 
     def add_event(self, step: int, at_s: float, name: str, payload: Mapping[str, Any]) -> None:
         row = (step, at_s, name, json.dumps(payload))
@@ -186,8 +191,10 @@ class RunStore:
         """For a resume: forget training rollouts and events of steps after `trained_step`, and evaluations and metrics
         of steps after `recorded_step`. The two differ by one when a run stopped before a trained step was evaluated."""
         with self._transaction() as connection:
-            connection.execute("DELETE FROM rollouts WHERE kind = 'train' AND step > ?", (trained_step,))
-            connection.execute("DELETE FROM rollouts WHERE kind = 'eval' AND step > ?", (recorded_step,))
+            for kind, last in (("train", trained_step), ("eval", recorded_step)):
+                later = "FROM rollouts WHERE kind = ? AND step > ?"
+                connection.execute(f"DELETE FROM drafts WHERE uid IN (SELECT uid {later})", (kind, last))
+                connection.execute(f"DELETE {later}", (kind, last))
             connection.execute("DELETE FROM events WHERE step > ?", (trained_step,))
             connection.execute("DELETE FROM metrics WHERE step > ?", (recorded_step,))
 
@@ -216,6 +223,13 @@ class RunStore:
             (step, kind, -1 if limit is None else limit),
         )
         return [_stored_rollout(row) for row in rows]
+
+    def origins_of(self, uid: str) -> tuple[int, ...]:
+        """Where each token of a rollout came from (types.ORIGIN_NAMES); empty if it was sampled without a drafter."""
+        if not self._read("SELECT 1 FROM sqlite_master WHERE name = 'drafts'"):
+            return ()  # a run from before drafts
+        rows = self._read("SELECT origins FROM drafts WHERE uid = ?", (uid,))
+        return tuple(rows[0][0]) if rows else ()
 
     def lengths_by_step(self, kind: RolloutKind = "train") -> dict[int, list[int]]:
         """{step: response lengths in tokens, ascending}; answered from an index, no text is read."""

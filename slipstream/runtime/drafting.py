@@ -11,7 +11,7 @@ import torch
 
 from slipstream.config import Config
 from slipstream.draft.history import HistoryDrafter
-from slipstream.draft.shelves import SOURCE_NAMES, Text, shelf_tokens
+from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
 from slipstream.engine.strategy import DraftCounts
 from slipstream.history.format import FILE_NAME, HistoryStoreError
@@ -19,7 +19,7 @@ from slipstream.history.store import HistoryStore, PastRollout
 from slipstream.history.takeover import find_source
 from slipstream.models.rendering import prompt_key
 from slipstream.runtime.rollouts import GradedGroup
-from slipstream.types import Scored
+from slipstream.types import ORIGIN_NAMES, Scored
 
 SHOWN_PLACES = (0, 1, 3, 7, 15)
 """After the last known token: how often the draft of the next one was right, of the second, the fourth and so on."""
@@ -118,7 +118,7 @@ def draft_metrics(counts: DraftCounts, saved_s: float, num_unserved: int = 0) ->
         rate = counts.accept_rate_at(place)
         if rate is not None:
             metrics[f"rollout/spec_accept_at_{place + 1}"] = rate
-    for source, name in SOURCE_NAMES.items():
-        if source:
-            metrics[f"rollout/spec_share_{name.replace(' ', '_')}"] = counts.tokens_from[source] / counts.num_tokens
+    for origin, name in ORIGIN_NAMES.items():
+        if origin:
+            metrics[f"rollout/spec_share_{name.replace(' ', '_')}"] = counts.tokens_from[origin] / counts.num_tokens
     return metrics

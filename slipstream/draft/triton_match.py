@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.draft.match import BLOCK, BLOCK_PLACES, MAX_PLACES
+from slipstream.draft.match import BLOCK, BLOCK_PLACES, MAX_PLACES, SHARPNESS
 from slipstream.draft.shelves import ALIGNMENT, MAX_MATCH, NO_TEXT, OWN_TEXT
 from slipstream.engine.state import StepState
 from slipstream.engine.triton_sampling import gumbel, row_keys
@@ -22,6 +22,7 @@ from slipstream.models.launching import await_inputs, overlap
 
 FEW_BLOCKS, BLOCKS_TOGETHER = 32, 8
 """Blocks that one program searches: one on short shelves; on long ones several, or starting programs takes longest."""
+_SHARPNESS = tl.constexpr(SHARPNESS)
 _NO_TEXT, _OWN_TEXT, _ALIGNMENT = tl.constexpr(NO_TEXT), tl.constexpr(OWN_TEXT), tl.constexpr(ALIGNMENT)
 
 
@@ -42,19 +43,19 @@ def draft_slots(
     """Write drafts and sources into the state; how many were found for each slot, at most `width_S`."""
     tokens, drafts, device = state["tokens"], state["drafts"], library_B.device
     num_lines, num_blocks = len(width_S), triton.cdiv(longest_shelf, BLOCK)
-    length_SN = torch.empty(num_lines, num_blocks, dtype=torch.int32, device=device)
-    place_SNI = torch.empty(num_lines, num_blocks, BLOCK_PLACES, dtype=torch.int32, device=device)
-    place_SP = torch.empty(num_lines, MAX_PLACES, dtype=torch.int32, device=device)
-    found_S = torch.empty_like(width_S)
     together = 1 if num_blocks <= FEW_BLOCKS else BLOCKS_TOGETHER
-    _search[(num_lines, triton.cdiv(num_blocks, together))](
-        tokens, state["known"], width_S, start_S, end_S, library_B, min_match, length_SN, place_SNI,
+    num_blocks = triton.cdiv(num_blocks, together) * together
+    length_SN, count_SN = (torch.empty(num_lines, num_blocks, dtype=torch.int32, device=device) for _ in range(2))
+    place_SNI = torch.empty(num_lines, num_blocks, BLOCK_PLACES, dtype=torch.int32, device=device)
+    found_S = torch.empty_like(width_S)
+    _search[(num_lines, num_blocks // together)](
+        tokens, state["known"], width_S, start_S, end_S, library_B, min_match, length_SN, count_SN, place_SNI,
         tokens.shape[1], num_blocks,
         BLOCK=BLOCK, TOGETHER=together, KEPT=BLOCK_PLACES, MAX_MATCH=MAX_MATCH, **overlap(device),
     )  # fmt: skip
     _vote[(num_lines,)](
         state["known"], width_S, state["greedy"], state["seed_low"], state["seed_high"], base_S, own_S,
-        library_B, weights_B, sources_B, min_match, length_SN, place_SNI, place_SP,
+        library_B, weights_B, sources_B, min_match, length_SN, count_SN, place_SNI,
         drafts, state["sources"], found_S, num_blocks, drafts.shape[1],
         BLOCKS=triton.next_power_of_2(num_blocks), KEPT=BLOCK_PLACES, PLACES=MAX_PLACES,
         WIDTH=triton.next_power_of_2(drafts.shape[1]), num_warps=1, **overlap(device),
@@ -64,11 +65,11 @@ def draft_slots(
 
 @triton.jit
 def _search(
-    tokens_ptr, known_ptr, width_ptr, start_ptr, end_ptr, library_ptr, min_match_ptr, length_out, place_out,
+    tokens_ptr, known_ptr, width_ptr, start_ptr, end_ptr, library_ptr, min_match_ptr, length_out, count_out, place_out,
     max_length, num_blocks,
     BLOCK: tl.constexpr, TOGETHER: tl.constexpr, KEPT: tl.constexpr, MAX_MATCH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """The longest match in some blocks of a slot's shelf, and in each block the last places that have it."""
+    """The longest match in some blocks of a slot's shelf, and in each block the last places that have it, in order."""
     await_inputs(OVERLAPS)
     slot = tl.program_id(0)
     start, end = tl.multiple_of(tl.load(start_ptr + slot), _ALIGNMENT), tl.load(end_ptr + slot)
@@ -89,6 +90,7 @@ def _search(
             # A common last token alone would send most blocks into the loop below.
             match = match & (tl.load(library_ptr + place - 1, match & (place > start), other=_NO_TEXT) == before_last)
         best = 0
+        count = 0
         if tl.max(match.to(tl.int32), 0) > 0:
             match = match & (tl.load(library_ptr + place + 1, match, other=_NO_TEXT) != _NO_TEXT)
             length = match.to(tl.int32)
@@ -100,18 +102,20 @@ def _search(
                 length += match.to(tl.int32)
                 back += 1
             best = tl.max(length, 0)
+            is_best = (length == best).to(tl.int32)
+            count = tl.sum(is_best, 0)
+            rank = tl.cumsum(is_best, 0) - 1 - tl.maximum(count - KEPT, 0)
             out = place_out + (slot * num_blocks + block) * KEPT
-            for kept in tl.static_range(KEPT):
-                latest = tl.max(tl.where(length == best, place, -1), 0)
-                tl.store(out + KEPT - 1 - kept, latest, block < num_blocks)
-                length = tl.where(place == latest, -1, length)
-        tl.store(length_out + slot * num_blocks + block, best, block < num_blocks)
+            tl.store(out + rank, place, (is_best > 0) & (rank >= 0))
+            count = tl.minimum(count, KEPT)
+        tl.store(length_out + slot * num_blocks + block, best)
+        tl.store(count_out + slot * num_blocks + block, count)
 
 
 @triton.jit
 def _vote(
     known_ptr, width_ptr, greedy_ptr, low_ptr, high_ptr, base_ptr, own_ptr, library_ptr, weights_ptr, sources_ptr,
-    min_match_ptr, length_ptr, place_ptr, scratch_ptr, drafts_out, sources_out, found_out, num_blocks, max_drafts,
+    min_match_ptr, length_ptr, count_ptr, place_ptr, drafts_out, sources_out, found_out, num_blocks, max_drafts,
     BLOCKS: tl.constexpr, KEPT: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The drafts of one slot by the votes of the places with the longest match: as far as all that are left say the
@@ -121,20 +125,21 @@ def _vote(
     width = tl.load(width_ptr + slot).to(tl.int32)
     found = 0
     if width > 0:
-        entry = tl.arange(0, BLOCKS * KEPT)
-        length = tl.load(length_ptr + slot * num_blocks + entry // KEPT, entry < num_blocks * KEPT, other=0)
-        longest = tl.max(length, 0)
-        votes_here = (length == longest) & (length >= tl.maximum(tl.load(min_match_ptr), 1))
-        place = tl.load(place_ptr + slot * num_blocks * KEPT + entry, votes_here, other=-1)
-        votes_here = votes_here & (place >= 0)
-        # The last PLACES of them move together, in order; the next read must see them.
-        count = tl.sum(votes_here.to(tl.int32), 0)
-        rank = tl.cumsum(votes_here.to(tl.int32), 0) - 1 - tl.maximum(count - PLACES, 0)
-        tl.store(scratch_ptr + slot * PLACES + rank, place, votes_here & (rank >= 0))
-        tl.debug_barrier()
+        block_N = tl.arange(0, BLOCKS)
+        here_N = block_N < num_blocks
+        length_N = tl.load(length_ptr + slot * num_blocks + block_N, here_N, other=0)
+        longest = tl.max(length_N, 0)
+        votes_N = here_N & (length_N == longest) & (length_N >= tl.maximum(tl.load(min_match_ptr), 1))
+        end_N = tl.cumsum(tl.load(count_ptr + slot * num_blocks + block_N, votes_N, other=0), 0)
+        count = tl.max(end_N, 0)
+        # The last PLACES of them: in which block each lies, and after how many others there.
         index = tl.arange(0, PLACES)
-        alive = index < count
-        place_P = tl.load(scratch_ptr + slot * PLACES + index, alive, other=0)
+        rank_P = tl.maximum(count - PLACES, 0) + index
+        alive = rank_P < count
+        past_PN = end_N[None, :] <= rank_P[:, None]
+        block_P = tl.sum(past_PN.to(tl.int32), 1)
+        first_P = tl.max(tl.where(past_PN, end_N[None, :], 0), 1)
+        place_P = tl.load(place_ptr + (slot * num_blocks + block_P) * KEPT + rank_P - first_P, alive, other=0)
         weight_P = tl.load(weights_ptr + place_P, alive, other=0)
         alive = alive & (weight_P > 0)
         column = tl.arange(0, WIDTH)
@@ -173,7 +178,7 @@ def _vote(
                 while first < PLACES:
                     token = tl.sum(tl.where(index == first, token_P, 0), 0)
                     same = left & (token_P == token)
-                    score = tl.log(tl.sum(tl.where(same, weight_P, 0), 0).to(tl.float32))
+                    score = _SHARPNESS * tl.log(tl.sum(tl.where(same, weight_P, 0), 0).to(tl.float32))
                     score += tl.where(greedy > 0, 0.0, gumbel(token, k0, k1))
                     if score > best:  # of equals the first
                         best, best_token = score, token

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from slipstream.engine.graphs import padded
+from slipstream.engine.graphs import fitted, padded
 
 COUNTS = range(1, 4097)
 
@@ -24,3 +24,15 @@ def test_powers_of_two_are_exact() -> None:
 def test_padding_costs_less_than_a_quarter_with_few_sizes() -> None:
     assert max(padded(count) / count for count in COUNTS if count > 32) < 1.25
     assert len({padded(count) for count in range(1, 2049)}) == 31
+
+
+def test_drafts_fill_a_size() -> None:
+    assert fitted(16, 128) == 112, "128 tokens instead of 160 with 16 of padding"
+    assert fitted(64, 256) == 256 and fitted(1, 8) == 7 and fitted(1, 1) == 1
+    assert fitted(65, 5) == 15, "below 80 there is no size with room for any"
+    for num_rows in range(1, 300):
+        for num_drafts in (1, 3, num_rows, 4 * num_rows):
+            drafts = fitted(num_rows, num_drafts)
+            size = num_rows + drafts
+            assert drafts > 0 and padded(size) == size
+            assert padded(num_rows + num_drafts) >= size, "never more than padding would have cost"

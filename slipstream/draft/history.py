@@ -9,6 +9,7 @@ Axes: S slots and the trash slot, B places of the library, J drafts of a slot.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -80,6 +81,7 @@ class HistoryDrafter:
         self._groups: dict[str, _Group] = {}
         self._shelving = Shelving(library_tokens)
         self.num_unserved = 0
+        self.spent_s = 0.0
 
         def new(count: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full((count,), value, dtype=dtype, device=device)
@@ -102,6 +104,7 @@ class HistoryDrafter:
             width_S = triton_widths.earned_widths(state, self._rule, *record, self.max_drafts)
             triton_widths.share_out(self._rule, self._find(state, width_S), *record, room, state["drafted"])
             return
+        started = time.perf_counter()
         is_aimd = self._rule == "aimd"
         earned = [tensor.numpy() for tensor in (self.window_S, self.hits_S, self.tries_S)]
         known, computed, allotted, limit = (state[name].numpy() for name in ("known", "computed", "allotted", "limit"))
@@ -110,6 +113,7 @@ class HistoryDrafter:
         _CPU.earned_widths(is_aimd, live, known, computed, allotted, limit, *earned, self.max_drafts, width_S.numpy())
         found_S = self._find(state, width_S)
         _CPU.share_out(is_aimd, found_S.numpy(), *earned, int(room), state["drafted"].numpy())
+        self.spent_s += time.perf_counter() - started
 
     def draft_plainly(self, state: StepState, room: Tensor) -> None:
         """The plain twin of `draft`."""
@@ -159,12 +163,14 @@ class HistoryDrafter:
             shelves = self.base_S, self.start_S, self.end_S, self.library_B
             triton_widths.learn(state, *shelves, self.window_S, self.hits_S, self.tries_S, self.max_drafts)
             return
+        started = time.perf_counter()
         _CPU.learn(
             *(tensor.numpy() for tensor in (state.report, state["live"], state["known"], self.base_S)),
             (self.end_S > self.start_S).numpy(),
             *(tensor.numpy() for tensor in (self.library_B, self.window_S, self.hits_S, self.tries_S)),
             self.max_drafts,
         )
+        self.spent_s += time.perf_counter() - started
 
     def learn_plainly(self, state: StepState) -> None:
         """The plain twin of `learn`."""

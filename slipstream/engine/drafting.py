@@ -22,6 +22,8 @@ class Drafter(Protocol):
     """Of one sequence in one step."""
     num_unserved: int
     """Groups so far that it had no room for: they are sampled without drafts."""
+    spent_s: float
+    """Seconds of drafting and learning so far, where a host's clock can tell: 0 on a GPU, which has them in a graph."""
 
     def draft(self, state: StepState, room: Tensor) -> None:
         """Write `drafted` for every slot, and for slots that decode `drafts` and their `sources` (from 1 on).

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from slipstream.engine.batcher import Batcher
 from slipstream.engine.drafting import Drafter
-from slipstream.engine.graphs import GraphPool, padded
+from slipstream.engine.graphs import GraphPool, fitted, padded
 from slipstream.engine.pages import PagePool
 from slipstream.engine.sequences import PartialRollout, StepPlan
 from slipstream.engine.state import BROKEN, StepState, read_report
@@ -149,7 +149,10 @@ class Engine:
             started = time.perf_counter()
             batch = max(1, self._batcher.num_running)
             strategy = OFF if self.policy is None else self.policy.choose(batch)
-            plan = self._batcher.plan(self._demand.room(strategy, batch), self._state.max_drafts)
+            room = self._demand.room(strategy, batch)
+            if room and self._graphs is not None:
+                room = fitted(batch, room)
+            plan = self._batcher.plan(room, self._state.max_drafts)
             try:
                 self._launch(plan, batch, strategy)
             except Exception:

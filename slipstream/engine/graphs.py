@@ -69,3 +69,13 @@ def padded(count: int) -> int:
         return 1 << (count - 1).bit_length()
     step = max(8, 1 << ((count - 1).bit_length() - 3))
     return -(-count // step) * step
+
+
+def fitted(num_rows: int, num_drafts: int) -> int:
+    """About as many drafts, so many that a step of these rows needs no padding: the next size below, if it has room
+    for any."""
+    size = padded(num_rows + num_drafts)
+    if size > num_rows + num_drafts:
+        below = size // 2 if size <= 8 else size - max(8, 1 << ((size - 1).bit_length() - 3))
+        size = below if below > num_rows else size
+    return size - num_rows

@@ -100,7 +100,7 @@ def past_rollouts(step: int, groups: Sequence[GradedGroup]) -> list[PastRollout]
     ]
 
 
-def draft_metrics(counts: DraftCounts, saved_s: float, num_unserved: int = 0) -> dict[str, float]:
+def draft_metrics(counts: DraftCounts, saved_s: float, num_unserved: int = 0, spent_s: float = 0.0) -> dict[str, float]:
     """Of one step; nothing if no sequence sampled."""
     if not counts.num_rows:
         return {}
@@ -112,6 +112,8 @@ def draft_metrics(counts: DraftCounts, saved_s: float, num_unserved: int = 0) ->
         "rollout/spec_saved_s": saved_s,
         "rollout/spec_groups_without_room": float(num_unserved),
     }
+    if spent_s:
+        metrics["rollout/spec_draft_s"] = spent_s
     if counts.num_drafted:
         metrics["rollout/spec_accept_rate"] = counts.num_accepted / counts.num_drafted
     for place in SHOWN_PLACES:

@@ -78,6 +78,7 @@ class LocalWorld:
         self._config = config
         self._engine, self._trainer, self._desk = engine, trainer, desk
         self._selector, self._history = selector, history
+        self._draft_s = 0.0
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
@@ -151,9 +152,10 @@ class LocalWorld:
         if self._history is not None:
             with self._timed("history"):
                 remember(self._history, action.step, groups)
-            num_unserved = self._engine.drafter.num_unserved if self._engine.drafter is not None else 0
-            self._row |= draft_metrics(self._engine.take_draft_counts(), self._selector.saved_s, num_unserved)
-            self._selector.saved_s = 0.0
+            drafter, counts = self._engine.drafter, self._engine.take_draft_counts()
+            num_unserved, spent_s = (drafter.num_unserved, drafter.spent_s) if drafter is not None else (0, 0.0)
+            self._row |= draft_metrics(counts, self._selector.saved_s, num_unserved, spent_s - self._draft_s)
+            self._selector.saved_s, self._draft_s = 0.0, spent_s
         check_faults([result for group in groups for result in group.results], self._config.reward.max_fault_share)
         self._row |= rollout_metrics(
             [result for group in groups for result in group.scored],
@@ -218,6 +220,7 @@ class LocalWorld:
             return []  # the next advance() reports the stop
         self._desk.take_times()
         self._engine.take_draft_counts()  # as the times: of training rollouts only
+        self._draft_s = self._engine.drafter.spent_s if self._engine.drafter is not None else 0.0
         self._selector.saved_s = 0.0
         for one in evaluated:
             self._store_groups(action.step, "eval", one.name, one.groups)

@@ -29,7 +29,7 @@ CLEARLY = 1.03
 """So many times faster another way has to be before it takes over."""
 
 
-DEFAULT_STRATEGIES = (OFF, Strategy(0.5, 4), Strategy(1.0, 2), Strategy(2.0, 2), Strategy(4.0, 1), Strategy(8.0, 1))
+DEFAULT_STRATEGIES = (OFF, Strategy(0.5, 2), Strategy(1.0, 2), Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1))
 
 
 @dataclass(slots=True)

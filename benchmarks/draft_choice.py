@@ -62,7 +62,8 @@ def walk(text, num_prompt, shelf_3B, own, low, high, choice, min_match):  # type
                 elif choice == 2:
                     score = votes
                 else:
-                    score = -float(place)  # the newest lie first
+                    # The newest lie first, after the prompt, which is older than any.
+                    score = -float(place) if place > num_prompt + 1 else -float(len(library) + place)
                 if score > best_score:
                     best, best_score = token, score
             if best == NO_TEXT:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import yaml
 
+from slipstream.models.precision import resolve_precision
 from slipstream.observe.store import RunStore
 from slipstream.runtime.benches import describe_machine
 
@@ -39,7 +40,8 @@ def train(recipe: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
 def few_prompts(recipe: Path, prompts: int) -> str:
     """The recipe's tasks with as many prompts in all, none of which the warm start has seen."""
     tasks = yaml.safe_load(recipe.read_text())["tasks"]["train"]
-    return json.dumps([task | {"size": prompts // len(tasks), "seed": 97} for task in tasks])
+    sizes = [prompts // len(tasks) + (number < prompts % len(tasks)) for number in range(len(tasks))]
+    return json.dumps([task | {"size": size, "seed": 97} for task, size in zip(tasks, sizes, strict=True)])
 
 
 def tokens_of(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -75,7 +77,8 @@ def main() -> None:
         *arguments.overrides,
     ]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    record = describe_machine(device, torch.bfloat16) | {"what": "benchmarks/history_run.py", **vars(arguments)}
+    precision = resolve_precision("auto", device)
+    record = describe_machine(device, precision) | {"what": "benchmarks/history_run.py", **vars(arguments)}
     record["out"] = arguments.out.name
     with tempfile.TemporaryDirectory() as folder:
         warm = Path(folder, "warm")

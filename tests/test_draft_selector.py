@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from slipstream.draft.selector import DEFAULT_STRATEGIES, Selector
+from slipstream.engine.graphs import fitted
 from slipstream.engine.strategy import OFF, Demand, Strategy
 
 World = Callable[[int, Strategy], tuple[int, float]]
@@ -104,25 +105,36 @@ def test_ways_that_were_never_chosen_for_a_size_are_tried_however_a_step_is_coun
 # How large a step is made.
 
 
+def see(demand: Demand, strategy: Strategy, batch: int, drafts: float, steps: int, *, on_gpu: bool = False) -> int:
+    """Steps with so many drafts a sequence to be had; the room of the last."""
+    given = 0
+    for _ in range(steps):
+        asked = demand.room(strategy, batch)
+        given = fitted(batch, asked) if on_gpu and asked else asked
+        demand.observe(strategy, batch, asked, given, min(given, round(drafts * batch)))
+    return given
+
+
 def test_a_step_is_made_for_the_drafts_there_are() -> None:
     demand, strategy = Demand(), Strategy(8.0)
-    assert demand.room(strategy, 64) == 512
-    for _ in range(20):
-        demand.observe(64, demand.room(strategy, 64), 40)
-    assert demand.room(strategy, 64) == 48, "the least of 512, 384, 256, ... that holds 40 and a few more"
-    for _ in range(12):
-        room = demand.room(strategy, 64)
-        demand.observe(64, room, room)
-    assert demand.room(strategy, 64) == 512, "steps that were full grow again"
-    assert demand.room(OFF, 64) == 0 and demand.room(Strategy(0.5), 1) == 1
+    assert demand.room(strategy, 64) == 512 and demand.room(OFF, 64) == 0
+    assert see(demand, strategy, 64, 0.0, 1) > 0 and demand.room(strategy, 64) >= 384, "one step without says little"
+    assert see(demand, strategy, 64, 39 / 64, 30) == 48, "the least of 512, 384, 256, ... that holds 39 and a few more"
+    assert see(demand, strategy, 64, 99.0, 12) == 512, "steps that were full grow again"
+    assert demand.room(Strategy(0.5), 1) == 1
 
 
-def test_nothing_to_draft_leaves_room_to_find_out_that_there_is_again() -> None:
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, 5, 7, 16, 33, 64, 100, 256])
+def test_nothing_to_draft_leaves_room_to_find_out_that_there_is_again(batch: int, on_gpu: bool) -> None:
+    demand, strategy = Demand(), Strategy(8.0)
+    assert see(demand, strategy, batch, 0.0, 200, on_gpu=on_gpu) < batch + 8
+    assert see(demand, strategy, batch, 99.0, 40, on_gpu=on_gpu) >= 0.75 * 8 * batch
+
+
+def test_what_was_needed_long_ago_and_by_another_strategy_counts_no_more() -> None:
     demand = Demand()
-    for _ in range(200):
-        demand.observe(4, demand.room(Strategy(8.0), 4), 0)
-    assert demand.room(Strategy(8.0), 4) == 1
-    for _ in range(30):
-        room = demand.room(Strategy(8.0), 4)
-        demand.observe(4, room, room)
-    assert demand.room(Strategy(8.0), 4) == 32
+    see(demand, Strategy(8.0), 64, 0.0, 60)
+    assert demand.room(Strategy(4.0), 64) == 256 and demand.room(Strategy(8.0), 64) < 20
+    see(demand, OFF, 64, 0.0, 150)
+    assert demand.room(Strategy(8.0), 64) == 512

@@ -80,3 +80,30 @@ def test_the_kernels_draft_what_numba_does(seed: int, monkeypatch: pytest.Monkey
     assert got.tolist() == wanted.tolist() and (seed or sum(got.tolist()) > 5)
     assert [state["drafts"][slot, :count].tolist() for slot, count in enumerate(got.tolist())] == drafts
     assert [state["sources"][slot, :count].tolist() for slot, count in enumerate(got.tolist())] == sources
+
+
+@pytest.mark.parametrize("few_blocks", [0, 32])
+def test_of_many_places_the_last_vote(few_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than may vote, in a block and in all, over several blocks, that do not say the same."""
+    monkeypatch.setattr(triton_match, "FEW_BLOCKS", few_blocks)
+    drafts = []
+    for device, kernel_devices in ((torch.device("cpu"), {"cuda"}), (DEVICE, {"cuda", "cpu"})):
+        monkeypatch.setattr(module, "KERNEL_DEVICES", kernel_devices)
+        dice = random.Random(5)
+        past = [Text(tuple(t for _ in range(60) for t in (7, dice.choice((3, 4, 5)))), 1) for _ in range(30)]
+        drafter = HistoryDrafter(
+            num_slots=1, max_drafts=4, library_tokens=8000, device=device, past=lambda _, past=past: past, min_match=1
+        )
+        state = StepState(num_slots=1, max_length=20, num_table_pages=1, trash_page=1, device=device, max_drafts=4)
+        found = []
+        for seed in range(12):
+            request = Request(f"r{seed}", f"r{seed}", (7,), derive_seed(seed), SamplingParams(max_new_tokens=10))
+            drafter.expect([request])
+            plan = StepPlan((), (), (Seat(0, Running(request, []), (7,), 0),), (), (), (), 0, 0, 0, False)
+            state.apply(plan)
+            drafter.follow(plan)
+            count = drafter._find(state, torch.tensor([4, 0], dtype=torch.int32, device=device))[0]
+            found.append(state["drafts"][0, : int(count)].tolist())
+            drafter.forget(request.uid)
+        drafts.append(found)
+    assert drafts[0] == drafts[1] and len({tuple(line) for line in drafts[0]}) > 1

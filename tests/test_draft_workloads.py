@@ -54,6 +54,19 @@ def test_a_trace_in_lines_of_json(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b'{"p": 3}\n'))
     with pytest.raises(ValueError, match="line 1: a line of JSON with p, ep, t"):
         read_trace(path)
+    for bad in (
+        b'{"p": 3, "ep": null, "t": [4]}',
+        b'{"p": 3, "ep": 1, "t": 5}',
+        b'{"p": 3, "ep": 1, "t": ["a"]}',
+        b"[]",
+    ):
+        path.write_bytes(gzip.compress(bad))
+        with pytest.raises(ValueError, match="line 1"):
+            read_trace(path)
+    for empty in (b"", b'{"p": 3, "ep": 1, "t": []}'):
+        path.write_bytes(gzip.compress(empty))
+        with pytest.raises(ValueError, match="no rollout with a token"):
+            read_trace(path)
     with pytest.raises(ValueError, match="no such run folder or file"):
         read_trace(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"run\.db"):

@@ -24,7 +24,7 @@ from slipstream.engine.sampling import (
     scaled,
     thresholds,
 )
-from slipstream.rng import MASK32, derive_seed, gumbel, row_keys
+from slipstream.rng import MASK32, derive_seed, gumbel, noise_bits, row_keys
 from slipstream.types import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -180,6 +180,30 @@ def test_the_kernels_take_logits_whose_rows_lie_apart() -> None:
     rows, threshold = rows_for([PLAIN] * 4), torch.full((4,), -math.inf)
     for logits in (wide[:, 100:], wide.T.contiguous().T, wide[:1].expand(4, -1)):
         assert torch.equal(sample_by_kernels(logits, rows, threshold)[0], sample_plainly(logits, rows, threshold)[0])
+
+
+@pytest.mark.parametrize("lead", [5.0, 200.0])
+def test_a_likely_token_with_the_least_noise_still_wins(lead: float) -> None:
+    """Where u is nearly 0, an estimate of its logarithm by way of 1 - u would take the token for hopeless."""
+    seed, position, token, vocab_size = 12345, 155, 77536, 131_072
+    assert noise_bits(seed, position, token) < 128
+    logits = torch.zeros(1, vocab_size)
+    logits[0, token] = math.log(vocab_size) + lead
+    rows, threshold = make_rows([seed], [position], [PLAIN], "cpu"), torch.full((1,), -math.inf)
+    wanted, wanted_logprobs = sample_plainly(logits, rows, threshold)
+    tokens, logprobs = sample_by_kernels(logits, rows, threshold)
+    assert tokens.tolist() == wanted.tolist() == [token] and torch.allclose(logprobs, wanted_logprobs, atol=1e-5)
+
+
+def test_estimates_of_arrivals_are_good_to_a_hundred_thousandth() -> None:
+    """The formula of the kernels' `arrival`, in numpy."""
+    bits = np.concatenate([np.arange(3000), 2**32 - 1 - np.arange(3000), np.arange(0, 2**32, 99_991)]).astype(np.uint64)
+    uniform = ((bits + 0.5) * 2.0**-32).astype(np.float32)
+    exact = -np.log((bits + 0.5) * 2.0**-32)
+    rest = ((2**32 - 1 - bits).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    series = rest * (1 + rest * (0.5 + rest * (0.33333333 + rest * 0.25)))
+    estimate = np.where(rest < 0.015625, series, -np.log(uniform))
+    assert np.abs(estimate / exact - 1).max() < 1e-5
 
 
 # The comparison can fail.

@@ -61,7 +61,19 @@ def test_without_a_checkpoint_the_page_says_what_is_missing(tmp_path: Path) -> N
     for file in (tmp_path / "checkpoints" / "step_1").iterdir():
         file.unlink()
     assert find_decoder(tmp_path) is None
-    assert "Shown once the run has a checkpoint" in write_report(tmp_path).read_text()
+    assert "once a checkpoint holds a tokenizer.json" in write_report(tmp_path).read_text()
+    (tmp_path / "checkpoints" / "step_1" / "tokenizer.json").write_text("{half a fi")
+    assert find_decoder(tmp_path) is None
+
+
+def test_the_newest_checkpoint_by_number_and_only_the_beginning_of_a_long_text(tmp_path: Path) -> None:
+    run_with_drafts(tmp_path)
+    (tmp_path / "checkpoints" / "step_1").rename(tmp_path / "checkpoints" / "step_10")
+    (tmp_path / "checkpoints" / "step_9").mkdir()
+    (tmp_path / "checkpoints" / "step_9" / "tokenizer.json").write_text("{")
+    assert find_decoder(tmp_path) is not None
+    pieces = spans((4, 5) * 5000, (0, 1) * 5000, decode)
+    assert len(pieces) == 1000 and "".join(text for text, _ in pieces) == "hi" * 500
 
 
 def test_what_is_forgotten_leaves_no_origins(tmp_path: Path) -> None:
@@ -76,3 +88,12 @@ def test_a_store_from_before_drafts_is_read(tmp_path: Path) -> None:
         store._connection.execute("DROP TABLE drafts")
     with RunStore(tmp_path, read_only=True) as store:
         assert store.origins_of("1/0/0") == ()
+
+
+def test_a_rollout_that_is_added_again_has_its_own_origins(tmp_path: Path) -> None:
+    run_with_drafts(tmp_path)
+    request = Request("1/0/0", "1/0", (1,), 7, SamplingParams())
+    with RunStore(tmp_path) as store:
+        again = Scored(Rollout(request, (4,), (-1.0,), "stop", 1, 1), "h", 1.0, {})
+        store.add_rollouts(1, "train", "train", {"1/0": ("key", "question")}, [again])
+        assert store.origins_of("1/0/0") == () and store.rollouts()[0].token_ids == (4,)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.draft import cpu_widths, match, widths
-from slipstream.draft.shelves import MAX_MATCH, NO_TEXT, Shelving, Text, lay_out
+from slipstream.draft.shelves import ALIGNMENT, MAX_MATCH, NO_TEXT, Shelving, Text, lay_out
 from slipstream.engine.sequences import StepPlan
 from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Strategy
@@ -76,6 +76,7 @@ class HistoryDrafter:
     ) -> None:
         self.max_drafts = max_drafts
         self._past = past
+        library_tokens -= library_tokens % ALIGNMENT
         self._longest_shelf = min(library_tokens, longest_shelf or library_tokens)
         self._rule: widths.Rule = rule
         self._groups: dict[str, _Group] = {}

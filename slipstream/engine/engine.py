@@ -60,6 +60,8 @@ class Launched:
     batch: int
     """Sequences that were running when it was planned."""
     strategy: Strategy
+    room: int
+    """Drafts that there was to be room for, before sizes were rounded."""
     version: int
     report: Tensor
     done: torch.cuda.Event | float
@@ -150,11 +152,10 @@ class Engine:
             batch = max(1, self._batcher.num_running)
             strategy = OFF if self.policy is None else self.policy.choose(batch)
             room = self._demand.room(strategy, batch)
-            if room and self._graphs is not None:
-                room = fitted(batch, room)
-            plan = self._batcher.plan(room, self._state.max_drafts)
+            fitting = fitted(batch, room) if room and self._graphs is not None else room
+            plan = self._batcher.plan(fitting, self._state.max_drafts)
             try:
-                self._launch(plan, batch, strategy)
+                self._launch(plan, batch, strategy, room)
             except Exception:
                 self._forget_launched(plan)
                 raise
@@ -261,7 +262,7 @@ class Engine:
         finally:
             self._batcher.admits_fresh = True
 
-    def _launch(self, plan: StepPlan, batch: int, strategy: Strategy) -> None:
+    def _launch(self, plan: StepPlan, batch: int, strategy: Strategy, room: int) -> None:
         """Tell the device what changes and start the step; returns before a GPU is done with it."""
         if plan.copies:
             copies = torch.tensor(plan.copies)
@@ -283,7 +284,7 @@ class Engine:
             body()
         else:
             self._graphs.run(sizes, body)
-        self._unread.append(self._request_report(plan, batch, strategy))
+        self._unread.append(self._request_report(plan, batch, strategy, room))
         self._num_forwards += 1
         self._prefill_tokens += plan.num_tokens - plan.num_drafts - len(plan.samplers)
 
@@ -325,15 +326,15 @@ class Engine:
             self.drafter.forget(uid)
         return partial
 
-    def _request_report(self, plan: StepPlan, batch: int, strategy: Strategy) -> Launched:
+    def _request_report(self, plan: StepPlan, batch: int, strategy: Strategy, room: int) -> Launched:
         report = self._state.report
         if self.device.type != "cuda":
-            return Launched(plan, batch, strategy, self._version.number, report.clone(), time.perf_counter())
+            return Launched(plan, batch, strategy, room, self._version.number, report.clone(), time.perf_counter())
         host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
         host.copy_(report, non_blocking=True)
         done = torch.cuda.Event(enable_timing=True)
         done.record()
-        return Launched(plan, batch, strategy, self._version.number, host, done)
+        return Launched(plan, batch, strategy, room, self._version.number, host, done)
 
     def _forget_launched(self, plan: StepPlan) -> None:
         """A launch failed half-way: what is running is computed again from the tokens that are known."""
@@ -362,7 +363,8 @@ class Engine:
             for rollout in finished:
                 self.drafter.forget(rollout.request.uid)
             self._draft_counts.add(report.num_drafted, report.origins)
-            self._demand.observe(launched.batch, launched.plan.num_drafts, sum(report.num_drafted))
+            given, drafted = launched.plan.num_drafts, sum(report.num_drafted)
+            self._demand.observe(launched.strategy, launched.batch, launched.room, given, drafted)
         self._tell_policy(launched, sum(map(len, report.tokens)))
         if broken:
             raise BrokenLogits(

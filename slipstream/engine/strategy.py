@@ -50,32 +50,41 @@ MARGIN = 1.2
 """Times the drafts that there were of late: room for a few more."""
 REGROWTH = 1.5
 """Times the room, after a step in which there may have been more."""
+STALE_STEPS = 100
+"""What a strategy needed so many steps ago says nothing about now."""
 
 
 class Demand:
-    """How many drafts there are a sequence, as a step sees it: one made for more costs time and gives nothing."""
+    """How many drafts there are a sequence, as steps see it: a step made for more costs time and gives nothing."""
 
     def __init__(self) -> None:
-        self._each = math.inf
+        self._each: dict[Strategy, float] = {}
+        self._seen_at: dict[Strategy, int] = {}
+        self._num_steps = 0
 
     def room(self, strategy: Strategy, batch: int) -> int:
         """Drafts that the next step may verify: what the strategy allows, or three quarters, half, three eighths and
         so on; few sizes, since each needs a CUDA graph."""
+        self._num_steps += 1
+        if self._num_steps - self._seen_at.get(strategy, -STALE_STEPS) > STALE_STEPS:
+            self._each.pop(strategy, None)
+        self._seen_at[strategy] = self._num_steps
         each, less, still_less = strategy.drafts_each, 3 / 4, 2 / 3
-        while each * less >= max(self._each, 1 / batch):
+        while each * less >= max(self._each.get(strategy, each), 1 / batch):
             each *= less
             less, still_less = still_less, less
         return math.ceil(each * batch)
 
-    def observe(self, batch: int, room: int, num_drafted: int) -> None:
-        if not room:
+    def observe(self, strategy: Strategy, batch: int, asked: int, given: int, num_drafted: int) -> None:
+        """A step for which room was `asked` had room for `given` drafts, and had `num_drafted`."""
+        before = self._each.get(strategy, MARGIN * strategy.drafts_each)
+        if not given:
             return
-        each = num_drafted / batch
-        if num_drafted >= room - 1:
-            self._each = max(self._each, REGROWTH * each)
+        if num_drafted >= given - 1:
+            # From what was asked, not from what was given: sizes that are rounded down would never be left again.
+            self._each[strategy] = max(before, REGROWTH * max(asked, num_drafted) / batch)
         else:
-            before = each if self._each == math.inf else self._each / MARGIN
-            self._each = MARGIN * (0.8 * before + 0.2 * each)
+            self._each[strategy] = 0.8 * before + 0.2 * MARGIN * num_drafted / batch
 
 
 @dataclass(slots=True)

@@ -116,7 +116,8 @@ def _pick_winners(  # type: ignore[no-untyped-def]
             if score > best:  # of equals the lowest id, which comes first
                 best, winner, winner_x = score, runner, runner_x
             racing = racing & (token != runner)
-            runner = tl.min(tl.where(racing, token, vocab_size), 0)
+            # Without noise all that race are equals, and the first has won.
+            runner = tl.where(greedy, vocab_size, tl.min(tl.where(racing, token, vocab_size), 0))
         open_B = open_B & (index != block)
         block = tl.min(tl.where(open_B, index, BLOCKS), 0)
     tl.store(tokens_ptr + row, tl.where(sound, winner, -1).to(tl.int64))
@@ -145,10 +146,11 @@ def gumbel(token, k0, k1):  # type: ignore[no-untyped-def]
 def arrival(token, k0, k1):  # type: ignore[no-untyped-def]
     """-log(u) of the same u in single precision, to a hundred-thousandth: small where the noise is large."""
     bits = mix(mix(tl.add(token.to(tl.uint32), k0, sanitize_overflow=False)) ^ k1)
+    uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
     rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
     # Where u is nearly 1, its logarithm would have lost its digits; the series has them.
     series = rest * (1.0 + rest * (0.5 + rest * (0.33333333 + rest * 0.25)))
-    return tl.where(rest < 0.015625, series, -tl.log(1.0 - rest))
+    return tl.where(rest < 0.015625, series, -tl.log(uniform))
 
 
 @triton.jit

@@ -165,7 +165,7 @@ def _drafts(run_dir: Path, store: RunStore, metrics: Metrics) -> str:
 def _coloured_rollouts(run_dir: Path, store: RunStore) -> str:
     decode = find_decoder(run_dir)
     if decode is None:
-        return page.sentence("Shown once the run has a checkpoint, whose tokenizer is needed.")
+        return page.sentence("Texts are shown here once a checkpoint holds a tokenizer.json, which tells tokens apart.")
     html = page.legend(ORIGIN_NAMES)
     steps = sorted(store.lengths_by_step())
     for step in sorted({steps[0], steps[-1]}) if steps else ():

@@ -174,7 +174,8 @@ class RunStore:
         marks = ", ".join("?" * len(_COLUMNS.split(", ")))
         with self._transaction() as connection:
             connection.executemany(f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}) VALUES ({marks})", rows)
-            connection.executemany("INSERT OR REPLACE INTO drafts VALUES (?, ?)", drafted)
+            connection.executemany("DELETE FROM drafts WHERE uid = ?", [(row[0],) for row in rows])
+            connection.executemany("INSERT INTO drafts VALUES (?, ?)", drafted)
 
     def add_event(self, step: int, at_s: float, name: str, payload: Mapping[str, Any]) -> None:
         row = (step, at_s, name, json.dumps(payload))

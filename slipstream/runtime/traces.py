@@ -26,18 +26,34 @@ def read_trace(path: Path) -> list[Recorded]:
     prompt_ids = {}
     if prompts != path and prompts.is_file():
         prompt_ids = {str(line["p"]): tuple(line["ids"]) for line in _lines(prompts, ("p", "ids"))}
-    return [
-        Recorded(str(line["p"]), int(line["ep"]), tuple(line["t"]), prompt_ids.get(str(line["p"]), ()))
+    rollouts = [
+        Recorded(str(line["p"]), line["ep"], tuple(line["t"]), prompt_ids.get(str(line["p"]), ()))
         for line in _lines(path, ("p", "ep", "t"))
     ]
+    return _with_texts(rollouts, path)
 
 
 def _read_run(folder: Path) -> list[Recorded]:
     try:
         with RunStore(folder, read_only=True) as store:
-            return [Recorded(one.prompt_key, one.step, one.token_ids) for one in store.rollouts(kind="train")]
+            rollouts = [Recorded(one.prompt_key, one.step, one.token_ids) for one in store.rollouts(kind="train")]
+            return _with_texts(rollouts, folder)
     except RunStoreError as error:
         raise ValueError(str(error)) from error
+
+
+def _with_texts(rollouts: list[Recorded], path: Path) -> list[Recorded]:
+    found = [rollout for rollout in rollouts if rollout.token_ids]
+    if not found:
+        raise ValueError(f"{path}: no rollout with a token is recorded here")
+    return found
+
+
+def _is_fit(name: str, value: Any) -> bool:
+    """Epochs are whole numbers, texts lists of them; a prompt may have any name."""
+    if name in ("t", "ids"):
+        return isinstance(value, list) and all(isinstance(token, int) and token >= 0 for token in value)
+    return name != "ep" or isinstance(value, int)
 
 
 def _lines(path: Path, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -48,6 +64,6 @@ def _lines(path: Path, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
                 line = json.loads(text)
             except ValueError:
                 line = None
-            if not isinstance(line, dict) or any(name not in line for name in names):
+            if not isinstance(line, dict) or not all(name in line and _is_fit(name, line[name]) for name in names):
                 raise ValueError(f"{path}, line {number}: a line of JSON with {', '.join(names)} was expected")
             yield line

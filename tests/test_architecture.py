@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"types", "config", "rng"},
     "observe": {"types", "config", "rng"},
     "schedule": {"types", "config", "rng"},
+    "simulate": {"types", "config", "rng", "schedule"},
     "history": {"types"},
     "engine": {"types", "config", "rng", "models"},
     "draft": {"types", "config", "rng", "models", "engine", "history"},
@@ -47,7 +48,8 @@ HEAVY = ("torch", "ray", "aiohttp", "transformers", "numba")
 # Modules that import without any of HEAVY: a laptop without a GPU, a simulator and --help can use them.
 PURE = {
     "the nouns": ["slipstream", "slipstream.types", "slipstream.rng", "slipstream.config"],
-    "schedule": ["slipstream.schedule.events", "slipstream.schedule.order", "slipstream.schedule.scheduler"],
+    "schedule": [f"slipstream.schedule.{name}" for name in ("dispatch", "events", "order", "scheduler", "speeds")],
+    "simulate": ["slipstream.simulate.worker"],
     "engine": [
         "slipstream.engine.pages",
         "slipstream.engine.sequences",

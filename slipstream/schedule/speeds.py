@@ -1,0 +1,66 @@
+"""How fast a worker decodes, by how many sequences it has: straight lines between measured points. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedCurve:
+    points: tuple[tuple[int, float], ...]
+    """(sequences, seconds of a step), growing in both. Beyond the last point the last line goes on."""
+    tokens_a_step: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    """(sequences, tokens that each gets): more than one with drafts. Beyond the last point it stays."""
+
+    def __post_init__(self) -> None:
+        batches, seconds = zip(*self.points, strict=True) if self.points else ((), ())
+        if not batches or batches[0] < 1 or min(seconds) <= 0:
+            raise ValueError("a speed curve needs points (sequences from 1 on, seconds above 0)")
+        if list(batches) != sorted(set(batches)) or list(seconds) != sorted(seconds):
+            raise ValueError(f"a step of more sequences takes no less time: {self.points} does not grow")
+
+    def token_s(self, batch: int) -> float:
+        """Seconds in which each of `batch` sequences gets one more token."""
+        return _token_s(self, batch)
+
+    def extra_s(self, batch: int) -> float:
+        """By how much a token of each takes longer once another joins `batch` sequences."""
+        return self.token_s(batch + 1) - (self.token_s(batch) if batch else 0.0)
+
+
+@lru_cache(maxsize=1 << 16)
+def _token_s(curve: SpeedCurve, batch: int) -> float:
+    assert batch > 0
+    return _line(curve.points, batch, goes_on=True) / _line(curve.tokens_a_step, batch, goes_on=False)
+
+
+def _line(points: tuple[tuple[int, float], ...], x: int, goes_on: bool) -> float:
+    right = bisect_right(points, x, key=lambda point: point[0])
+    if right == 0 or len(points) == 1:
+        return points[0][1]
+    if right == len(points):
+        if not goes_on:
+            return points[-1][1]
+        right -= 1
+    (x0, y0), (x1, y1) = points[right - 1 : right + 1]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def curve_of_bench(record: Mapping[str, object], shape: str) -> SpeedCurve:
+    """From the record of `slipstream bench engine`; ValueError names what it has instead."""
+    rows = record.get("rows")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "step_ms" in row for row in rows):
+        raise ValueError("this is no record of `slipstream bench engine`: write one with --json FILE")
+    found = sorted((int(row["batch"]), float(row["step_ms"]) / 1e3) for row in rows if row["shape"] == shape)
+    if not found:
+        shapes = ", ".join(sorted({str(row["shape"]) for row in rows}))
+        raise ValueError(f"the record has no shape '{shape}', only {shapes}")
+    slowest = 0.0
+    points = []
+    for batch, seconds in found:
+        slowest = max(slowest, seconds)  # a larger batch that measured faster is noise
+        points.append((batch, slowest))
+    return SpeedCurve(tuple(points))

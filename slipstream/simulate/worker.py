@@ -1,0 +1,97 @@
+"""A worker that decodes, without decoding: it jumps from one change of its batch to the next. Pure.
+
+All sequences of a batch advance together, so one number tells how far they are: the tokens that a sequence would have
+that had been there from the start. A sequence that joins at progress p with L tokens to go ends at p + L, whatever
+happens to the speed meanwhile. An hour of decoding costs two operations on a heap for each rollout.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+from slipstream.schedule.dispatch import WorkerSpec
+
+
+@dataclass(slots=True)
+class SimulatedWorker:
+    spec: WorkerSpec
+    now_s: float = 0.0
+    busy_slot_s: float = 0.0
+    """Sequences x seconds so far."""
+    _waiting: deque[tuple[str, float]] = field(default_factory=deque)
+    _running: list[tuple[float, int, str]] = field(default_factory=list)
+    """(progress at its end, order of admission, uid)."""
+    _progress: float = 0.0
+    _num_admitted: int = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, uid: str, num_tokens: float) -> None:
+        """Waits for a free slot, first come first served; takes it at `now_s` if there is one."""
+        assert num_tokens > 0, f"{uid}: a rollout has at least one token"
+        self._waiting.append((uid, num_tokens))
+        self._admit()
+
+    def next_end_s(self) -> float | None:
+        """When the next rollout ends if nothing is submitted before; None if there is none."""
+        if not self._running:
+            return None
+        return self.now_s + (self._running[0][0] - self._progress) * self.spec.curve.token_s(len(self._running))
+
+    def advance(self, now_s: float) -> list[tuple[float, str]]:
+        """(when, uid) of the rollouts that end until then; free slots are taken by who waits at that very moment."""
+        ended = []
+        while (end_s := self.next_end_s()) is not None and end_s <= now_s:
+            self.busy_slot_s += len(self._running) * (end_s - self.now_s)
+            self._progress, _, uid = heapq.heappop(self._running)
+            self.now_s = end_s
+            ended.append((end_s, uid))
+            self._admit()
+        if self._running:
+            self.busy_slot_s += len(self._running) * (now_s - self.now_s)
+            self._progress += (now_s - self.now_s) / self.spec.curve.token_s(len(self._running))
+        self.now_s = now_s
+        return ended
+
+    def withdraw(self, uid: str) -> float:
+        """Take a rollout out, to go on elsewhere or later: the tokens it has to go; KeyError if it is not here."""
+        for place, (end, _, running) in enumerate(self._running):
+            if running == uid:
+                del self._running[place]
+                heapq.heapify(self._running)
+                self._admit()
+                return end - self._progress
+        for place, (waiting, num_tokens) in enumerate(self._waiting):
+            if waiting == uid:
+                del self._waiting[place]
+                return num_tokens
+        raise KeyError(uid)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.spec.slots:
+            uid, num_tokens = self._waiting.popleft()
+            self._num_admitted += 1
+            heapq.heappush(self._running, (self._progress + num_tokens, self._num_admitted, uid))
+
+
+def makespan_s(plan: dict[str, list[str]], lengths: dict[str, float], specs: list[WorkerSpec]) -> dict[str, float]:
+    """When each worker ends, if rollouts are as long as `lengths` says, whatever was forecast."""
+    ends = {}
+    for spec in specs:
+        worker = SimulatedWorker(spec)
+        for uid in plan[spec.name]:
+            worker.submit(uid, lengths[uid])
+        end_s = 0.0
+        while (next_s := worker.next_end_s()) is not None:
+            end_s = next_s
+            worker.advance(next_s)
+        ends[spec.name] = end_s
+    return ends

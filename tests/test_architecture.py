@@ -48,7 +48,9 @@ HEAVY = ("torch", "ray", "aiohttp", "transformers", "numba")
 # Modules that import without any of HEAVY: a laptop without a GPU, a simulator and --help can use them.
 PURE = {
     "the nouns": ["slipstream", "slipstream.types", "slipstream.rng", "slipstream.config"],
-    "schedule": [f"slipstream.schedule.{name}" for name in ("dispatch", "events", "order", "scheduler", "speeds")],
+    "schedule": [
+        f"slipstream.schedule.{name}" for name in ("dispatch", "events", "lengths", "order", "scheduler", "speeds")
+    ],
     "simulate": ["slipstream.simulate.worker"],
     "engine": [
         "slipstream.engine.pages",

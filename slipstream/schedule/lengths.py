@@ -1,0 +1,85 @@
+"""How long a rollout will be: from the prompt's past, from how all lengths drift, and from its group's progress. Pure.
+
+What is forecast is the mean of the lengths that are still possible: the prompt's past lengths, brought to today's
+level, and those of siblings that have ended, as far as they are longer than what was sampled already. Fresh lengths
+count more than old ones. A prompt without a past has that of all prompts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+KEPT = 32
+"""Lengths kept of a prompt."""
+KEPT_OF_ALL = 512
+"""And of all prompts together, for those never seen."""
+HALF_LIFE = 2.0
+"""Visits of a prompt after which a length counts half."""
+SIBLING_WEIGHT = 2.0
+"""Of one of the very policy: it counts as much as two of the visit before."""
+BEYOND = 1.3
+"""Times what was sampled already, where nothing known is longer."""
+
+
+class LengthForecaster:
+    def __init__(self) -> None:
+        self._visits: dict[str, deque[tuple[int, float, float]]] = {}
+        """By prompt: (its visit, a length, the level when it was sampled)."""
+        self._num_visits: dict[str, int] = {}
+        self._recent: deque[tuple[float, float]] = deque(maxlen=KEPT_OF_ALL)
+        """(a length, the level), whatever the prompt."""
+        self._level = 0.0
+        """By how much the logarithms of lengths have risen since the first step."""
+
+    def learn_step(self, lengths: Mapping[str, Sequence[float]]) -> None:
+        """The lengths of a step's rollouts, by prompt. Cut rollouts count with the length they were cut at."""
+        # Prompts differ, so drift is told by those that were here before: how far they are now from where they were.
+        shifts = [
+            math.log(length) - _mean((math.log(past), weight) for past, weight in known)
+            for prompt, group in lengths.items()
+            if (known := self._known(prompt))
+            for length in group
+        ]
+        if shifts:
+            self._level += statistics.fmean(shifts)
+        for prompt, group in lengths.items():
+            visit = self._num_visits[prompt] = self._num_visits.get(prompt, 0) + 1
+            kept = self._visits.setdefault(prompt, deque(maxlen=KEPT))
+            kept.extend((visit, float(length), self._level) for length in group)
+            self._recent.extend((float(length), self._level) for length in group)
+
+    def forecast(
+        self, prompt: str, *, num_sampled: int = 0, ended_siblings: Iterable[float] = (), limit: float = math.inf
+    ) -> float:
+        """Tokens in all, of a rollout that has `num_sampled` of them."""
+        known = self._known(prompt) + [(length, SIBLING_WEIGHT) for length in ended_siblings]
+        if not known:
+            known = [(length * math.exp(self._level - level), 1.0) for length, level in self._recent]
+        possible = [(length, weight) for length, weight in known if length > num_sampled]
+        return min(limit, _mean(possible) if possible else max(1.0, BEYOND * num_sampled))
+
+    def _known(self, prompt: str) -> list[tuple[float, float]]:
+        """(length at today's level, weight) of the prompt's past."""
+        newest = self._num_visits.get(prompt, 0)
+        return [
+            (length * math.exp(self._level - level), 0.5 ** ((newest - visit) / HALF_LIFE))
+            for visit, length, level in self._visits.get(prompt, ())
+        ]
+
+
+def _mean(weighted: Iterable[tuple[float, float]]) -> float:
+    pairs = list(weighted)
+    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+
+
+def tail_recall(forecast: Mapping[str, float], actual: Mapping[str, float], share: float) -> float:
+    """Of the rollouts that were the longest `share`, those that were forecast to be among as many."""
+    num_tail = max(1, round(share * len(actual)))
+
+    def tail(lengths: Mapping[str, float]) -> set[str]:
+        return set(sorted(actual, key=lambda uid: (-lengths[uid], uid))[:num_tail])
+
+    return len(tail(forecast) & tail(actual)) / num_tail

@@ -1,0 +1,79 @@
+"""Forecasts of lengths: the past, drift, progress, prompts never seen; and how well a tail is told."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from slipstream.schedule.lengths import BEYOND, LengthForecaster, tail_recall
+
+
+def test_a_prompt_is_as_long_as_it_was_and_fresh_lengths_count_more() -> None:
+    forecaster = LengthForecaster()
+    forecaster.learn_step({"a": [100, 100], "b": [10, 10]})
+    assert forecaster.forecast("a") == 100 and forecaster.forecast("b") == 10
+    forecaster.learn_step({"a": [200, 200], "b": [5, 5]})  # one doubled, one halved: nothing drifts
+    share = 0.5**0.5 / (1 + 0.5**0.5)
+    assert forecaster.forecast("a") == pytest.approx(200 - 100 * share)
+    assert forecaster.forecast("a", limit=120) == 120
+
+
+def test_a_prompt_never_seen_is_like_the_others() -> None:
+    forecaster = LengthForecaster()
+    assert forecaster.forecast("new") == 1.0 and forecaster.forecast("new", num_sampled=50) == BEYOND * 50
+    forecaster.learn_step({"a": [100], "b": [300]})
+    assert forecaster.forecast("new") == 200
+
+
+def test_all_lengths_that_drift_carry_those_along_that_were_not_seen_since() -> None:
+    forecaster = LengthForecaster()
+    forecaster.learn_step({"a": [100], "b": [40], "rare": [1000]})
+    for times in (1.5, 2.0, 3.0):
+        forecaster.learn_step({"a": [100 * times], "b": [40 * times]})
+    assert forecaster.forecast("rare") == pytest.approx(3000) and forecaster.forecast("a") == pytest.approx(300)
+
+
+def test_lengths_that_only_scatter_do_not_drift() -> None:
+    forecaster, dice = LengthForecaster(), random.Random(0)
+    for _ in range(40):
+        forecaster.learn_step({str(p): [dice.lognormvariate(4, 1) for _ in range(8)] for p in range(32)})
+    forecaster.learn_step({"rare": [500.0]})
+    for _ in range(20):
+        forecaster.learn_step({str(p): [dice.lognormvariate(4, 1) for _ in range(8)] for p in range(32)})
+    assert forecaster.forecast("rare") == pytest.approx(500, rel=0.25)
+
+
+def test_progress_leaves_only_what_is_longer() -> None:
+    forecaster = LengthForecaster()
+    forecaster.learn_step({"a": [100, 200, 900]})
+    assert forecaster.forecast("a", num_sampled=150) == 550 and forecaster.forecast("a", num_sampled=899) == 900
+    assert forecaster.forecast("a", num_sampled=1000) == 1300, "longer than ever"
+    assert forecaster.forecast("a", num_sampled=950, ended_siblings=[1000, 30]) == 1000
+    assert forecaster.forecast("a", ended_siblings=[500]) == pytest.approx((1200 + 2 * 500) / 5)
+
+
+def test_recall_by_hand() -> None:
+    actual = {str(number): float(number) for number in range(20)}
+    assert tail_recall(actual, actual, 0.2) == 1.0
+    assert tail_recall({uid: -length for uid, length in actual.items()}, actual, 0.2) == 0.0
+    assert tail_recall(actual | {"19": 0.0}, actual, 0.1) == 0.5
+
+
+def test_where_prompts_keep_their_ranks_the_tail_is_found() -> None:
+    """Lengths of a prompt scatter by a fifth, prompts among themselves by a factor of e."""
+    dice = random.Random(1)
+    typical = {str(number): dice.lognormvariate(6, 1) for number in range(256)}
+
+    def step() -> dict[str, list[float]]:
+        return {prompt: [length * math.exp(dice.gauss(0, 0.2)) for _ in range(8)] for prompt, length in typical.items()}
+
+    forecaster = LengthForecaster()
+    for _ in range(2):
+        forecaster.learn_step(step())
+    actual = {f"{prompt}/{n}": length for prompt, group in step().items() for n, length in enumerate(group)}
+    forecast = {uid: forecaster.forecast(uid.split("/")[0]) for uid in actual}
+    assert [
+        tail_recall(forecast, actual, share) > least for share, least in ((0.2, 0.85), (0.1, 0.8), (0.05, 0.7))
+    ] == [True] * 3

@@ -26,13 +26,18 @@ def test_padding_costs_less_than_a_quarter_with_few_sizes() -> None:
     assert len({padded(count) for count in range(1, 2049)}) == 31
 
 
-def test_drafts_fill_a_size() -> None:
+def test_drafts_fill_one_of_few_sizes() -> None:
     assert fitted(16, 128) == 112, "128 tokens instead of 160 with 16 of padding"
-    assert fitted(64, 256) == 256 and fitted(1, 8) == 7 and fitted(1, 1) == 1
+    assert fitted(64, 128) == 128 and fitted(64, 256) == 192 and fitted(1, 8) == 7 and fitted(1, 1) == 1
     assert fitted(65, 5) == 15, "below 80 there is no size with room for any"
+    sizes = set()
     for num_rows in range(1, 300):
-        for num_drafts in (1, 3, num_rows, 4 * num_rows):
+        for num_drafts in (1, 3, num_rows, 4 * num_rows, 8 * num_rows):
             drafts = fitted(num_rows, num_drafts)
             size = num_rows + drafts
             assert drafts > 0 and padded(size) == size
-            assert padded(num_rows + num_drafts) >= size, "never more than padding would have cost"
+            assert size <= padded(num_rows + num_drafts), "never more than padding would have cost"
+            assert size > (num_rows + num_drafts) / (1.5 if size >= 16 else 2) or num_drafts < num_rows
+            if num_drafts >= num_rows:
+                sizes.add(size)
+    assert len(sizes) <= 20

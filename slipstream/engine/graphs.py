@@ -72,10 +72,11 @@ def padded(count: int) -> int:
 
 
 def fitted(num_rows: int, num_drafts: int) -> int:
-    """About as many drafts, so many that a step of these rows needs no padding: the next size below, if it has room
-    for any."""
-    size = padded(num_rows + num_drafts)
-    if size > num_rows + num_drafts:
-        below = size // 2 if size <= 8 else size - max(8, 1 << ((size - 1).bit_length() - 3))
-        size = below if below > num_rows else size
-    return size - num_rows
+    """At most so many drafts that a step of these rows is a power of two, or half as much more: drafts fill whatever
+    size they are given, so a few sizes will do, and every size takes the time of thirty steps when it is first met.
+    Where that leaves room for none, as many as would be padding."""
+    most = num_rows + num_drafts
+    size = 1 << (most.bit_length() - 1)
+    if size >= 16 and size + size // 2 <= most:
+        size += size // 2
+    return (size if size > num_rows else padded(most)) - num_rows

@@ -51,7 +51,7 @@ PURE = {
     "schedule": [
         f"slipstream.schedule.{name}" for name in ("dispatch", "events", "lengths", "order", "scheduler", "speeds")
     ],
-    "simulate": ["slipstream.simulate.worker"],
+    "simulate": [f"slipstream.simulate.{name}" for name in ("pipeline", "worker", "workloads")],
     "engine": [
         "slipstream.engine.pages",
         "slipstream.engine.sequences",

@@ -1,0 +1,143 @@
+"""Simulated steps: by hand, the order in which systems come, the rule of staleness, and drawn workloads."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.schedule.speeds import SpeedCurve
+from slipstream.simulate.pipeline import Costs, System, bubble_share, simulate, step_s
+from slipstream.simulate.workloads import PRESETS, LongTail, SimulatedStep, recorded_steps
+
+FLAT = SpeedCurve(((1, 1.0),))
+SEEN = SpeedCurve(((1, 0.0084), (8, 0.0091), (32, 0.0103), (128, 0.0153), (512, 0.0369)))
+SYSTEMS = {
+    "colocated": System(colocated=True),
+    "apart": System(colocated=False),
+    "streamed": System(colocated=False, streams=True),
+    "one step behind": System(colocated=False, streams=True, staleness=1),
+}
+
+
+def steps_of(*lengths: list[float]) -> list[SimulatedStep]:
+    return [
+        SimulatedStep(
+            {f"{step}/{place}": length for place, length in enumerate(group)},
+            {f"{step}/{place}": str(place) for place in range(len(group))},
+        )
+        for step, group in enumerate(lengths)
+    ]
+
+
+def test_two_steps_by_hand() -> None:
+    """Two rollouts of 4 and 10 tokens, a second each; half a GPU-second of training a token, weights one second."""
+    costs = Costs(FLAT, slots=8, gpus_a_worker=1, train_gpu_s=0.5, weights_s=1.0)
+    work = steps_of([4.0, 10.0], [4.0, 10.0])
+
+    def run(name: str) -> list[tuple[float, float, float]]:
+        system = SYSTEMS[name]
+        times = simulate(system, costs, work, num_gpus=2, train_gpus=0 if system.colocated else 1)
+        return [(step.sampled_s, step.trained_s, step.ready_s) for step in times]
+
+    assert run("colocated") == [(10, 13.5, 14.5), (24.5, 28, 29)], "14 tokens on two GPUs: 3.5 s"
+    assert run("apart") == [(10, 17, 18), (28, 35, 36)], "7 s on one"
+    assert run("streamed") == [(10, 15, 16), (26, 31, 32)], "the short one is trained while the long one goes on"
+    assert run("one step behind") == [(10, 15, 16), (20, 25, 26)], "the second begins with the first weights, at 10"
+
+
+def test_bubbles_and_the_time_of_a_step_by_hand() -> None:
+    costs = Costs(FLAT, slots=8, gpus_a_worker=1, train_gpu_s=0.5)
+    times = simulate(SYSTEMS["apart"], costs, steps_of(*[[4.0, 10.0]] * 5), num_gpus=2, train_gpus=1)
+    assert step_s(times) == 17 and bubble_share(times, 2) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="at least 4 steps"):
+        step_s(times[:3])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(["round robin", "deadline"]), st.integers(0, 3), st.booleans(), st.integers(0, 99))
+def test_nobody_samples_with_weights_older_than_allowed(
+    dispatch: str, staleness: int, streams: bool, seed: int
+) -> None:
+    """By the record: a step's rollouts end after its first allowed weights were ready, by at least the shortest's time;
+    steps are trained in order, after they were sampled; and more staleness never takes longer."""
+    work = LongTail(40, 400).draw(num_prompts=12, prompts_per_step=6, samples=3, steps=6, seed=seed)
+    costs = Costs(SEEN, slots=4, gpus_a_worker=2, train_gpu_s=0.01, weights_s=0.3)
+    ends = []
+    for allowed in (staleness, staleness + 1):
+        system = System(colocated=False, dispatch=dispatch, streams=streams, staleness=allowed)
+        times = simulate(system, costs, work, num_gpus=9, train_gpus=3)
+        for number, step in enumerate(times):
+            assert step.sampled_s <= step.trained_s and step.ready_s == pytest.approx(step.trained_s + 0.3)
+            if number:
+                assert times[number - 1].trained_s <= step.trained_s
+            if number > allowed:
+                quickest = min(work[number].lengths.values()) * SEEN.token_s(1)
+                assert step.sampled_s >= times[number - 1 - allowed].ready_s + quickest
+        ends.append(times[-1].trained_s)
+    assert ends[1] <= ends[0] + 1e-9
+
+
+def test_each_mechanism_makes_steps_shorter_where_training_is_a_third() -> None:
+    work = PRESETS["20k"].draw(num_prompts=128, prompts_per_step=64, samples=8, steps=8, seed=0)
+    costs = Costs(SEEN, slots=256, gpus_a_worker=1, train_gpu_s=1.2e-4, weights_s=2.0)
+    took = {}
+    for name, system in SYSTEMS.items():
+        splits = [0] if system.colocated else range(2, 14, 2)
+        took[name] = min(step_s(simulate(system, costs, work, num_gpus=16, train_gpus=split)) for split in splits)
+    assert took["one step behind"] < took["streamed"] < took["apart"] and took["one step behind"] < took["colocated"]
+
+
+def test_the_same_seed_gives_the_same_times() -> None:
+    work = [PRESETS["5k"].draw(num_prompts=16, prompts_per_step=8, samples=4, steps=4, seed=3) for _ in range(2)]
+    costs = Costs(SEEN, slots=16, gpus_a_worker=1, train_gpu_s=1e-4)
+    one, other = (simulate(SYSTEMS["streamed"], costs, steps, num_gpus=4, train_gpus=1) for steps in work)
+    assert one == other
+
+
+def test_what_cannot_be_is_refused() -> None:
+    costs = Costs(SEEN, slots=4, gpus_a_worker=4, train_gpu_s=1e-4)
+    with pytest.raises(ValueError, match="leave no worker of 4"):
+        simulate(SYSTEMS["apart"], costs, steps_of([1.0]), num_gpus=6, train_gpus=3)
+    with pytest.raises(ValueError, match="give train_gpus"):
+        simulate(SYSTEMS["apart"], costs, steps_of([1.0]), num_gpus=8)
+    with pytest.raises(ValueError, match="unknown dispatch 'best'; known: deadline"):
+        System(colocated=True, dispatch="best")
+    with pytest.raises(ValueError, match="can neither stream nor overlap"):
+        System(colocated=True, streams=True)
+
+
+# Workloads.
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_drawn_lengths_have_a_long_tail(name: str) -> None:
+    preset = PRESETS[name]
+    work = preset.draw(num_prompts=512, prompts_per_step=256, samples=8, steps=2, seed=1)
+    lengths = sorted(length for step in work for length in step.lengths.values())
+    assert len(lengths) == 4096 and lengths[-1] == preset.limit
+    assert statistics.median(lengths) == pytest.approx(preset.median, rel=0.15)
+    assert 0.01 < sum(length == preset.limit for length in lengths) / len(lengths) < 0.1
+
+
+def test_a_prompt_comes_up_once_an_epoch_and_keeps_its_length_roughly() -> None:
+    work = LongTail(1000, 10**9).draw(num_prompts=8, prompts_per_step=4, samples=64, steps=4, seed=0)
+    epochs = [{**one.prompts, **other.prompts} for one, other in (work[:2], work[2:])]
+    assert [sorted(set(epoch.values())) for epoch in epochs] == [[str(number) for number in range(8)]] * 2
+
+    def typical(step: SimulatedStep, prompt: str) -> float:
+        return statistics.median(step.lengths[uid] for uid, whose in step.prompts.items() if whose == prompt)
+
+    for prompt in map(str, range(8)):
+        first, second = (typical(step, prompt) for step in work if prompt in step.prompts.values())
+        assert first == pytest.approx(second, rel=0.35)
+
+
+def test_steps_of_a_recorded_run() -> None:
+    steps = recorded_steps([(2, "2/0/0", "b", 7), (1, "1/0/0", "a", 5), (1, "1/0/1", "a", 0)])
+    assert steps == [
+        SimulatedStep({"1/0/0": 5.0, "1/0/1": 1.0}, {"1/0/0": "a", "1/0/1": "a"}),
+        SimulatedStep({"2/0/0": 7.0}, {"2/0/0": "b"}),
+    ]

@@ -49,7 +49,8 @@ HEAVY = ("torch", "ray", "aiohttp", "transformers", "numba")
 PURE = {
     "the nouns": ["slipstream", "slipstream.types", "slipstream.rng", "slipstream.config"],
     "schedule": [
-        f"slipstream.schedule.{name}" for name in ("dispatch", "events", "lengths", "order", "scheduler", "speeds")
+        f"slipstream.schedule.{name}"
+        for name in ("allocation", "dispatch", "events", "lengths", "order", "scheduler", "speeds")
     ],
     "simulate": [f"slipstream.simulate.{name}" for name in ("pipeline", "worker", "workloads")],
     "engine": [

@@ -36,6 +36,8 @@ DEFAULT_STRATEGIES = (OFF, Strategy(0.5, 2), Strategy(1.0, 2), Strategy(2.0, 1),
 class _Bucket:
     steps: dict[Strategy, deque[tuple[float, float]]]
     """By way: tokens a sequence, and seconds, of the last steps."""
+    window: int
+    """Steps of one way that count."""
     best: Strategy = OFF
     trial: Strategy | None = None
     trial_length: int = 0
@@ -91,6 +93,8 @@ class Selector:
         bucket.since_trial += 1
         if bucket.trial != strategy:
             bucket.steps[strategy].append(step)
+            if strategy == bucket.best and bucket.since_trial % bucket.window == 0:
+                self._settle(batch, bucket)  # texts may have changed: what was best is no longer, by its own record
             return
         bucket.trial_steps.append(step)
         counted = bucket.trial_steps[1:]  # the first may have prepared the others
@@ -138,7 +142,7 @@ class Selector:
         size = 1 << (max(1, batch) - 1).bit_length()
         if size not in self._buckets:
             window = max(WINDOW, WINDOW_ROWS // size)
-            self._buckets[size] = _Bucket({strategy: deque(maxlen=window) for strategy in self._strategies})
+            self._buckets[size] = _Bucket({strategy: deque(maxlen=window) for strategy in self._strategies}, window)
         return self._buckets[size]
 
     def _settle(self, batch: int, bucket: _Bucket) -> None:

@@ -49,6 +49,8 @@ class PackedStep:
     sampled_at_N: Tensor
     """The packed token whose logits a sample comes from."""
     sampling: SamplingRows
+    num_drafts: int
+    """That a row can have in this step."""
 
 
 def run_step(
@@ -107,6 +109,7 @@ def pack(state: StepState, sizes: StepSizes) -> PackedStep:
         sample_start_R1=sample_start_R1,
         sampled_at_N=(sampled_at_N * real_N).long(),
         sampling=_sampling_rows(state, slot_N, ((known_S[slot_N] + offset_N) * real_N).long()),
+        num_drafts=state.max_drafts if sizes.with_drafts else 0,
     )
 
 
@@ -151,7 +154,7 @@ def _sampling_rows(state: StepState, slot_N: Tensor, position_N: Tensor) -> Samp
 
 def commit(state: StepState, step: PackedStep, tokens_N: Tensor, logprobs_N: Tensor) -> None:
     """Append what was sampled as far as the drafts were right; end what has ended; report it."""
-    slot_R, buffer, width = step.rows.slot_R, state["tokens"], state.max_drafts + 1
+    slot_R, buffer, width = step.rows.slot_R, state["tokens"], step.num_drafts + 1
     known_R, limit_R, live_R = (state[name][slot_R] for name in ("known", "limit", "live"))
     num_samples_R = step.sample_start_R1.diff()
     index_J = torch.arange(width, device=slot_R.device)
@@ -163,7 +166,7 @@ def commit(state: StepState, step: PackedStep, tokens_N: Tensor, logprobs_N: Ten
     walked_RJ = torch.where((state["scripted"][slot_R] > 0).unsqueeze(1), there_RJ, sampled_RJ)
 
     # A sample counts if all drafts before it were what was sampled there, and nothing before it was the end.
-    draft_RJ = torch.nn.functional.pad(state["drafts"][slot_R], (0, 1), value=NO_TOKEN)
+    draft_RJ = torch.nn.functional.pad(state["drafts"][slot_R, : step.num_drafts], (0, 1), value=NO_TOKEN)
     right_RJ = (walked_RJ == draft_RJ) & (index_J + 1 < num_samples_R.unsqueeze(1))
     stops_RJ = (walked_RJ.unsqueeze(2) == state["stops"][slot_R].unsqueeze(1)).any(2)
     ends_RJ = stops_RJ | (known_R.unsqueeze(1) + index_J + 1 >= limit_R.unsqueeze(1)) | (sampled_RJ < 0)
@@ -182,10 +185,11 @@ def commit(state: StepState, step: PackedStep, tokens_N: Tensor, logprobs_N: Ten
     state["known"].index_copy_(0, slot_R, (known_R + count_R).int())
     state["live"].index_copy_(0, slot_R, (live_R * ~ended_R).int())
 
-    origins_RJ = torch.nn.functional.pad(state["sources"][slot_R], (0, 1)) * right_RJ
+    origins_RJ = torch.nn.functional.pad(state["sources"][slot_R, : step.num_drafts], (0, 1)) * right_RJ
     reported_RJ = torch.where(sampled_RJ < 0, sampled_RJ, walked_RJ)
-    lines = [reported_RJ, logprobs_RJ.view(torch.int32), origins_RJ]
     tried_R = (num_samples_R - 1).clamp(min=0) * (count_R > 0)
-    counts_R2 = torch.stack([count_R, tried_R], 1)
     state.report[:, :2].fill_(0)
-    state.report.index_copy_(0, slot_R, torch.cat([counts_R2, *lines], 1).int())
+    state.report[:, :2].index_copy_(0, slot_R, torch.stack([count_R, tried_R], 1).int())
+    for part, line_RJ in enumerate((reported_RJ, logprobs_RJ.view(torch.int32), origins_RJ)):
+        first = 2 + part * (state.max_drafts + 1)
+        state.report[:, first : first + width].index_copy_(0, slot_R, line_RJ.int())

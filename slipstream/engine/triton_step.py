@@ -67,7 +67,8 @@ def pack(state: StepState, sizes: StepSizes) -> PackedStep:
         num_samples, num_rows, state.trash_slot, BLOCK=BLOCK_PLACES, **overlap(device),
     )  # fmt: skip
     rows = PackedRows(slot_T, position_T, slot_R, start_R1, length_R, state["table"])
-    return PackedStep(ids_T, rows, sample_start_R1, sampled_at_N, sampling)
+    num_drafts = state.max_drafts if sizes.with_drafts else 0
+    return PackedStep(ids_T, rows, sample_start_R1, sampled_at_N, sampling, num_drafts)
 
 
 def room_for_drafts(state: StepState, sizes: StepSizes) -> Tensor:

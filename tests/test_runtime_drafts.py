@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.config import build_config
-from slipstream.draft.selector import Selector
+from slipstream.draft.selector import Choice, Selector
 from slipstream.draft.shelves import HISTORY, OWN_TEXT, SIBLING
 from slipstream.engine.strategy import DraftCounts, Strategy
 from slipstream.history.format import HistoryStoreError
 from slipstream.history.store import HistoryStore
+from slipstream.observe.store import RunStore
 from slipstream.runtime.drafting import draft_metrics
 from slipstream.runtime.local import run_training
 from slipstream.types import ORIGIN_NAMES
@@ -94,6 +95,23 @@ def test_three_epochs_with_drafts_are_three_epochs_without(widths: str, without:
 def test_the_selector_of_a_run_changes_no_number(without: Path, tmp_path: Path) -> None:
     run_training(build_config(settings(tmp_path / "on", draft={"source": "history"})), quiet=True)
     assert told(tmp_path / "on") == told(without) and rollouts(tmp_path / "on") == rollouts(without)
+
+
+def test_what_the_selector_chooses_is_an_event_and_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = [Choice(8, Strategy(2.0), "2 drafts give 1.50 times the tokens of off")]
+    monkeypatch.setattr(Selector, "take_choices", lambda self: [choices.pop()] if choices else [])
+    folder = tmp_path / "on"
+    run_training(build_config(settings(folder, draft={"source": "history"})), quiet=True)
+    with RunStore(folder, read_only=True) as store:
+        (event,) = store.events("DraftChosen")
+    assert event.payload == {
+        "batch": 8,
+        "strategy": "2 drafts, 2+",
+        "reason": "2 drafts give 1.50 times the tokens of off",
+    }
+    assert "2 drafts give 1.50 times the tokens of off" in (folder / "report.html").read_text()
 
 
 @pytest.mark.usefixtures("always_drafting")

@@ -19,6 +19,7 @@ from slipstream.config import Config, build_config
 from slipstream.schedule.events import (
     BY_NAME,
     Action,
+    DraftChosen,
     Evaluate,
     Evaluated,
     Event,
@@ -309,6 +310,7 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for() -> None:
 
 EVERY_KIND = [
     NEW, scored(1, 2, False), StepTrained(1), WeightsLive(1), Evaluated(1), Saved(1), StopAsked("tired"),
+    DraftChosen(8, "2 drafts, 2+", "it pays"),
     Generate(1, 2), Train(1, (2, 3)), Train(1, ()), PushWeights(1), Evaluate(1), Record(1), Save(1, 3, False),
     Finish("done"),
 ]  # fmt: skip
@@ -319,6 +321,10 @@ def test_events_and_actions_survive_the_event_log() -> None:
     for item in EVERY_KIND:
         name, fields = to_record(item)
         assert from_record(name, json.loads(json.dumps(fields))) == item
+
+
+def test_what_is_only_for_the_record_leads_to_nothing() -> None:
+    assert Scheduler(settings_of()).on_event(DraftChosen(8, "off", "it pays"), 0.0) == []
 
 
 def test_a_replayed_log_gives_the_same_actions() -> None:

@@ -62,7 +62,7 @@ class Selector:
         self._strategies = tuple(strategies)
         self._buckets: dict[int, _Bucket] = {}
         self.choices: list[Choice] = []
-        """Every change of the best way, in order."""
+        """Every change of the best way since they were last taken, in order."""
         self.saved_s = 0.0
         """By drafts, as estimated: what the same tokens would have taken without, at the rates measured."""
 
@@ -105,6 +105,10 @@ class Selector:
             bucket.steps[strategy].extend(counted)
             bucket.trial, bucket.since_trial = None, 0
             self._settle(batch, bucket)
+
+    def take_choices(self) -> list[Choice]:
+        choices, self.choices = self.choices, []
+        return choices
 
     def has_tried_all(self, batch: int) -> bool:
         bucket = self._bucket(batch)

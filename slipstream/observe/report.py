@@ -159,7 +159,13 @@ def _drafts(run_dir: Path, store: RunStore, metrics: Metrics) -> str:
         page.card("Tokens a forward pass", figures.figure_html(gained), note),
         page.card("Tokens that were drafts", figures.figure_html(shares), "by where the draft came from"),
     )
-    return html + page.card("Rollouts by where their tokens came from", _coloured_rollouts(run_dir, store))
+    html += page.card("Rollouts by where their tokens came from", _coloured_rollouts(run_dir, store))
+    choices = [event.payload for event in store.events("DraftChosen")]
+    if not choices:
+        return html
+    newest = {str(choice["batch"]): [str(choice["batch"]), choice["strategy"], choice["reason"]] for choice in choices}
+    table = page.table(("sequences", "way of drafting", "why"), sorted(newest.values(), key=lambda row: int(row[0])))
+    return html + page.card("What pays, by how many sequences run", table, "the last choice of each; all are events")
 
 
 def _coloured_rollouts(run_dir: Path, store: RunStore) -> str:

@@ -27,6 +27,7 @@ from slipstream.runtime.evaluation import Interrupted, evaluate_sets
 from slipstream.runtime.rollouts import GradedGroup, RolloutDesk
 from slipstream.schedule.events import (
     Action,
+    DraftChosen,
     Evaluate,
     Evaluated,
     Event,
@@ -120,6 +121,7 @@ class LocalWorld:
             self._groups[position] = group
             rewards = {result.reward for result in group.scored}
             facts.append(GroupScored(step, position, len(group.scored), len(group.unscored), len(rewards) > 1))
+        facts += [DraftChosen(one.batch, str(one.strategy), one.reason) for one in self._selector.take_choices()]
         return facts
 
     def _generate(self, action: Generate) -> list[Event]:

@@ -58,7 +58,16 @@ class StopAsked:
     reason: str
 
 
-Event = RunBegan | GroupScored | StepTrained | WeightsLive | Evaluated | Saved | StopAsked
+@dataclass(frozen=True, slots=True)
+class DraftChosen:
+    """From now on the engine drafts otherwise when it runs about so many sequences. For the record."""
+
+    batch: int
+    strategy: str
+    reason: str
+
+
+Event = RunBegan | GroupScored | StepTrained | WeightsLive | Evaluated | Saved | StopAsked | DraftChosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +123,7 @@ Action = Generate | Train | PushWeights | Evaluate | Record | Save | Finish
 BY_NAME: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *(RunBegan, GroupScored, StepTrained, WeightsLive, Evaluated, Saved, StopAsked),
+        *(RunBegan, GroupScored, StepTrained, WeightsLive, Evaluated, Saved, StopAsked, DraftChosen),
         *(Generate, Train, PushWeights, Evaluate, Record, Save, Finish),
     )
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 from slipstream.config import Config
 from slipstream.schedule.events import (
     Action,
+    DraftChosen,
     Evaluate,
     Evaluated,
     Event,
@@ -66,6 +67,8 @@ class Scheduler:
                 return self._next()
             case StopAsked():
                 return self._on_stop(event)
+            case DraftChosen():
+                return []
 
     def _on_weights(self) -> list[Action]:
         if self._concluded:

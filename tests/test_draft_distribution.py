@@ -58,6 +58,11 @@ def past_texts() -> list[Text]:
     return texts
 
 
+@cache
+def sample_plainly() -> list[tuple[int, ...]]:
+    return sample("plain", with_drafts=False)[0]
+
+
 def sample(label: str, *, with_drafts: bool) -> tuple[list[tuple[int, ...]], int]:
     """Four tokens after the prompt, 4,096 times, with seeds of their own; how many of them were drafts."""
     drafting: dict[str, Any] = {}
@@ -94,7 +99,7 @@ def deviation(tokens: Sequence[int], others: Sequence[int]) -> float:
 
 def deviations() -> list[float]:
     """Of the first token, of the second after the likeliest first, and of the third after the likeliest two."""
-    plain, _ = sample("plain", with_drafts=False)
+    plain = sample_plainly()
     texts, num_accepted = sample("drafts", with_drafts=True)
     assert len(texts) == len(plain) == GROUP * NUM_GROUPS and num_accepted > 500
     before = likeliest(PROMPT, 2)

@@ -92,26 +92,19 @@ def test_three_epochs_with_drafts_are_three_epochs_without(widths: str, without:
     assert not (without / "history.db").exists()
 
 
-def test_the_selector_of_a_run_changes_no_number(without: Path, tmp_path: Path) -> None:
-    run_training(build_config(settings(tmp_path / "on", draft={"source": "history"})), quiet=True)
-    assert told(tmp_path / "on") == told(without) and rollouts(tmp_path / "on") == rollouts(without)
-
-
-def test_what_the_selector_chooses_is_an_event_and_in_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_selector_of_a_run_changes_no_number_and_its_choices_are_told(
+    without: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choices = [Choice(8, Strategy(2.0), "2 drafts give 1.50 times the tokens of off")]
+    reason = "2 drafts give 1.50 times the tokens of off"
+    choices = [Choice(8, Strategy(2.0), reason)]
     monkeypatch.setattr(Selector, "take_choices", lambda self: [choices.pop()] if choices else [])
     folder = tmp_path / "on"
     run_training(build_config(settings(folder, draft={"source": "history"})), quiet=True)
+    assert told(folder) == told(without) and rollouts(folder) == rollouts(without)
     with RunStore(folder, read_only=True) as store:
         (event,) = store.events("DraftChosen")
-    assert event.payload == {
-        "batch": 8,
-        "strategy": "2 drafts, 2+",
-        "reason": "2 drafts give 1.50 times the tokens of off",
-    }
-    assert "2 drafts give 1.50 times the tokens of off" in (folder / "report.html").read_text()
+    assert event.payload == {"batch": 8, "strategy": "2 drafts, 2+", "reason": reason}
+    assert reason in (folder / "report.html").read_text()
 
 
 @pytest.mark.usefixtures("always_drafting")

@@ -346,12 +346,12 @@ def _read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """Key by key; an empty mapping, which would add nothing, takes the place of what was there."""
-    merged = dict(base)
-    for key, value in top.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) and value else value
-    return merged
+    return {**base, **{key: _laid_over(base.get(key), value) for key, value in top.items()}}
+
+
+def _laid_over(old: Any, new: Any) -> Any:
+    """Mappings key by key; an empty one, which would add nothing, takes the place of what was there, like all else."""
+    return _merge(old, new) if isinstance(old, dict) and isinstance(new, dict) and new else new
 
 
 def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -374,7 +374,7 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
 def _with_value(node: Any, keys: Sequence[str], value: Any, path: str = "") -> Any:
     """A copy of `node` with `value` at `keys`, merged into a mapping that is there; a number is an item of a list."""
     if not keys:
-        return _merge(node, value) if isinstance(node, dict) and isinstance(value, dict) and value else value
+        return _laid_over(node, value)
     key, rest = keys[0], keys[1:]
     here = f"{path}.{key}".lstrip(".")
     if isinstance(node, list):

@@ -53,7 +53,6 @@ class Choice:
     batch: int
     strategy: Strategy
     reason: str
-    rates: dict[str, float] = field(default_factory=dict)
 
 
 class Selector:
@@ -150,13 +149,13 @@ class Selector:
         return self._buckets[size]
 
     def _settle(self, batch: int, bucket: _Bucket) -> None:
-        rates = {strategy: _rate(steps) for strategy, steps in bucket.steps.items() if steps}
+        rates = self.rates(batch)
         fastest = max(rates, key=lambda strategy: rates[strategy])
         if fastest != bucket.best and rates[fastest] > CLEARLY * rates.get(bucket.best, 0.0):
             gain = rates[fastest] / rates[bucket.best] if bucket.best in rates else 1.0
             reason = f"{fastest} gives {gain:.2f} times the tokens of {bucket.best}"
             bucket.best = fastest
-            self.choices.append(Choice(batch, fastest, reason, {str(one): rate for one, rate in rates.items()}))
+            self.choices.append(Choice(batch, fastest, reason))
 
 
 def _rate(steps: Collection[tuple[float, float]]) -> float:

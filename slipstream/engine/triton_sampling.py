@@ -137,20 +137,25 @@ def _load_x(row_ptr, inverse_temperature_ptr, block, vocab_size, BLOCK: tl.const
 @triton.jit
 def gumbel(token, k0, k1):  # type: ignore[no-untyped-def]
     """`rng.gumbel` as float32, for a block of token ids."""
-    bits = mix(mix(tl.add(token.to(tl.uint32), k0, sanitize_overflow=False)) ^ k1)
-    uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    uniform = (noise_bits(token, k0, k1).to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
 
 @triton.jit
 def arrival(token, k0, k1):  # type: ignore[no-untyped-def]
     """-log(u) of the same u in single precision, to a hundred-thousandth: small where the noise is large."""
-    bits = mix(mix(tl.add(token.to(tl.uint32), k0, sanitize_overflow=False)) ^ k1)
+    bits = noise_bits(token, k0, k1)
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
     rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
     # Where u is nearly 1, its logarithm would have lost its digits; the series has them.
     series = rest * (1.0 + rest * (0.5 + rest * (0.33333333 + rest * 0.25)))
     return tl.where(rest < 0.015625, series, -tl.log(uniform))
+
+
+@triton.jit
+def noise_bits(token, k0, k1):  # type: ignore[no-untyped-def]
+    """`rng.noise_bits` of tokens in a row with these keys."""
+    return mix(mix(tl.add(token.to(tl.uint32), k0, sanitize_overflow=False)) ^ k1)
 
 
 @triton.jit

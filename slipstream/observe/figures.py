@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.observe.metrics import percentile
+from slipstream.observe.metrics import draft_share_name, percentile
 from slipstream.types import ORIGIN_NAMES
 
 Series = Mapping[int, float]
@@ -137,11 +137,7 @@ ORIGIN_COLOURS = {0: GREY, 1: AQUA, 2: BLUE, 3: YELLOW}
 
 def draft_shares(metrics: Metrics) -> Figure | None:
     """Of the tokens of each step, those that were drafts, by where the drafts came from."""
-    shares = {
-        origin: metrics.get(f"rollout/spec_share_{name.replace(' ', '_')}", {})
-        for origin, name in ORIGIN_NAMES.items()
-        if origin
-    }
+    shares = {origin: metrics.get(draft_share_name(origin), {}) for origin in ORIGIN_NAMES if origin}
     if not any(shares.values()):
         return None
     traces = [

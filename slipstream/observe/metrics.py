@@ -15,13 +15,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from slipstream.types import Rollout, Scored, Unscored
+from slipstream.types import ORIGIN_NAMES, Rollout, Scored, Unscored
 
 PASS_REWARD = 1.0
 """A sample passes when its reward reaches this: the verifiers that come with Slipstream give 1.0 for a right answer."""
 
 _ROUNDING = 1e-9
 """Weights such as 0.7 + 0.2 + 0.1 sum to a hair under 1.0 in floating point; that must still be a pass."""
+
+
+def draft_share_name(origin: int) -> str:
+    """The metric of the tokens that were drafts of this source (types.ORIGIN_NAMES), as a share of all."""
+    return f"rollout/spec_share_{ORIGIN_NAMES[origin].replace(' ', '_')}"
 
 
 def rollout_metrics(

@@ -59,9 +59,9 @@ def bench_history(
     title = f"{shape}: tokens/s without and with drafts from history"
     table = new_table(title, COLUMNS, words=("workload", "chosen"))
     rows: list[dict[str, Any]] = []
+    epochs = epochs_of(recorded or (), vocab_size, KEPT)
     for batch in batches:
         if recorded is not None:
-            epochs = epochs_of(recorded, vocab_size, KEPT)
             workloads = {f"epoch {number}": groups for number, groups in enumerate(epochs)}
         else:
             workloads = {f"{share:.0%} alike": alike(batch, new_tokens, share, vocab_size) for share in likenesses}

@@ -18,6 +18,7 @@ from slipstream.history.format import FILE_NAME, HistoryStoreError
 from slipstream.history.store import HistoryStore, PastRollout
 from slipstream.history.takeover import find_source
 from slipstream.models.rendering import prompt_key
+from slipstream.observe.metrics import draft_share_name
 from slipstream.runtime.rollouts import GradedGroup
 from slipstream.types import ORIGIN_NAMES, Scored
 
@@ -120,7 +121,7 @@ def draft_metrics(counts: DraftCounts, saved_s: float, num_unserved: int = 0, sp
         rate = counts.accept_rate_at(place)
         if rate is not None:
             metrics[f"rollout/spec_accept_at_{place + 1}"] = rate
-    for origin, name in ORIGIN_NAMES.items():
+    for origin in ORIGIN_NAMES:
         if origin:
-            metrics[f"rollout/spec_share_{name.replace(' ', '_')}"] = counts.tokens_from[origin] / counts.num_tokens
+            metrics[draft_share_name(origin)] = counts.tokens_from[origin] / counts.num_tokens
     return metrics

@@ -151,11 +151,7 @@ def skewness_split(lengths: Mapping[str, float], workers: Sequence[WorkerSpec], 
         return max(ends) if worst_of_both else sum(ends)
 
     num_tail_workers = min(range(1, len(workers)), key=cost)
-    plan: Plan = {worker.name: [] for worker in workers}
-    for part, crew in zip(parts, (by_speed[:num_tail_workers], by_speed[num_tail_workers:]), strict=True):
-        for place, uid in enumerate(part):
-            plan[crew[place % len(crew)].name].append(uid)
-    return plan
+    return _deal(parts[0], by_speed[:num_tail_workers]) | _deal(parts[1], by_speed[num_tail_workers:])
 
 
 def _estimate_s(lengths: Sequence[float], workers: Sequence[WorkerSpec]) -> float:
@@ -169,10 +165,11 @@ def _estimate_s(lengths: Sequence[float], workers: Sequence[WorkerSpec]) -> floa
 
 def round_robin(lengths: Mapping[str, float], workers: Sequence[WorkerSpec]) -> Plan:
     """In the order given, to one after another: what is done where lengths are not known."""
-    plan: Plan = {worker.name: [] for worker in workers}
-    for place, uid in enumerate(lengths):
-        plan[workers[place % len(workers)].name].append(uid)
-    return plan
+    return _deal(list(lengths), workers)
+
+
+def _deal(uids: Sequence[str], workers: Sequence[WorkerSpec]) -> Plan:
+    return {worker.name: list(uids[place :: len(workers)]) for place, worker in enumerate(workers)}
 
 
 DISPATCHES: dict[str, Dispatch] = {

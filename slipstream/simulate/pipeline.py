@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from slipstream.schedule.dispatch import DISPATCHES, WorkerSpec
 from slipstream.schedule.lengths import LengthForecaster
 from slipstream.schedule.speeds import SpeedCurve
-from slipstream.simulate.worker import SimulatedWorker
+from slipstream.simulate.worker import run_to_end
 from slipstream.simulate.workloads import SimulatedStep
 
 
@@ -88,7 +88,7 @@ def simulate(
         busy_gpu_s = 0.0
         for spec in specs:
             start_s = max(free_s[spec.name], weights_at_s)
-            ends = _run(spec, plan[spec.name], step.lengths, start_s)
+            ends = run_to_end(spec, plan[spec.name], step.lengths, start_s)
             if ends:
                 free_s[spec.name] = ends[-1][0]
                 busy_gpu_s += (ends[-1][0] - start_s) * costs.gpus_a_worker
@@ -105,17 +105,6 @@ def simulate(
             by_prompt.setdefault(step.prompts[uid], []).append(length)
         forecaster.learn_step(by_prompt)
     return done
-
-
-def _run(spec: WorkerSpec, uids: Sequence[str], lengths: dict[str, float], start_s: float) -> list[tuple[float, str]]:
-    """(when, uid) of all that a worker is given, in the order they end."""
-    worker = SimulatedWorker(spec, now_s=start_s)
-    for uid in uids:
-        worker.submit(uid, lengths[uid])
-    ended: list[tuple[float, str]] = []
-    while (next_s := worker.next_end_s()) is not None:
-        ended += worker.advance(next_s)
-    return ended
 
 
 def step_s(times: Sequence[StepTimes], skip: int = 2) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.schedule.dispatch import WorkerSpec
@@ -82,16 +83,23 @@ class SimulatedWorker:
             heapq.heappush(self._running, (self._progress + num_tokens, self._num_admitted, uid))
 
 
+def run_to_end(
+    spec: WorkerSpec, uids: Sequence[str], lengths: Mapping[str, float], start_s: float = 0.0
+) -> list[tuple[float, str]]:
+    """(when, uid) of all that a worker is given at once, in the order they end."""
+    worker = SimulatedWorker(spec, now_s=start_s)
+    for uid in uids:
+        worker.submit(uid, lengths[uid])
+    ended: list[tuple[float, str]] = []
+    while (next_s := worker.next_end_s()) is not None:
+        ended += worker.advance(next_s)
+    return ended
+
+
 def makespan_s(plan: dict[str, list[str]], lengths: dict[str, float], specs: list[WorkerSpec]) -> dict[str, float]:
     """When each worker ends, if rollouts are as long as `lengths` says, whatever was forecast."""
     ends = {}
     for spec in specs:
-        worker = SimulatedWorker(spec)
-        for uid in plan[spec.name]:
-            worker.submit(uid, lengths[uid])
-        end_s = 0.0
-        while (next_s := worker.next_end_s()) is not None:
-            end_s = next_s
-            worker.advance(next_s)
-        ends[spec.name] = end_s
+        ended = run_to_end(spec, plan[spec.name], lengths)
+        ends[spec.name] = ended[-1][0] if ended else 0.0
     return ends

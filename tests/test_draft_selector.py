@@ -69,6 +69,23 @@ def test_it_follows_when_the_world_changes_both_ways() -> None:
     assert selector.best(4) == OFF
 
 
+@pytest.mark.parametrize("growth", [1.0003, 0.9997])
+def test_steps_that_take_ever_longer_are_no_reason_to_change(growth: float) -> None:
+    """As texts grow, what was tried early looks fast; it is not, and trying it again and again would cost."""
+    step, age = world_with(0.05, 0.2), 0
+
+    def growing(batch: int, strategy: Strategy) -> tuple[int, float]:
+        nonlocal age
+        age += 1
+        tokens, seconds = step(batch, strategy)
+        return tokens, seconds * growth**age
+
+    selector = Selector()
+    drive(selector, growing, 64, 1500)
+    assert selector.best(64) == OFF and not selector.choices
+    assert selector.rates(64)[OFF] == pytest.approx(1 / growth**age, rel=0.03)
+
+
 def test_sizes_of_batch_are_judged_apart() -> None:
     selector = Selector()
     drive(selector, world_with(0.9, 0.01), 2, 300)

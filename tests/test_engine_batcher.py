@@ -127,6 +127,7 @@ class Bench:
             assert seat.slot not in self.slots or not self.slots[seat.slot].live, "a slot is taken twice"
             self.slots[seat.slot] = DeviceSlot(seat.sequence, list(seat.token_ids), seat.num_computed)
             self.allotted[seat.slot] = 0
+        assert len({(slot, index) for slot, index, _ in plan.pages}) == len(plan.pages), "an order no device keeps"
         for slot, index, page in plan.pages:
             self.tables.setdefault(slot, {})[index] = page
         self.allotted |= dict(plan.allotments)

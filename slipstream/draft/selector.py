@@ -7,9 +7,10 @@ rarely, since texts change. So drafting that does not pay costs a step or two in
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.engine.strategy import OFF, Strategy
@@ -23,7 +24,7 @@ TRIAL, TRIAL_ROWS, BETWEEN_TRIALS = 3, 32, 150
 """Afterwards: steps of a way that is not the best, and the least number of steps between two such trials."""
 TRIAL_COST = 0.01
 """Of all steps: the slower a way was, the longer it waits for its next trial, so that trials cost no more than this."""
-HOPELESS = 0.8
+HOPELESS = 0.85
 """A trial ends early when its way gives less than so many times the tokens of the best."""
 CLEARLY = 1.03
 """So many times faster another way has to be before it takes over."""
@@ -34,16 +35,63 @@ DEFAULT_STRATEGIES = (OFF, Strategy(0.5, 2), Strategy(1.0, 2), Strategy(2.0, 1),
 
 @dataclass(slots=True)
 class _Bucket:
-    steps: dict[Strategy, deque[tuple[float, float]]]
-    """By way: tokens a sequence, and seconds, of the last steps."""
+    """What is known of one size of batch.
+
+    Ways are measured at different times, and steps take longer as texts grow: so a way's cost is its time against that
+    of the best way just then, and what was measured early is still right late.
+    """
+
+    tokens: dict[Strategy, deque[float]]
+    """By way: tokens a sequence of the last steps."""
     window: int
     """Steps of one way that count."""
+    costs: dict[Strategy, float] = field(default_factory=dict)
+    """By way: the time of a step, in units that all ways share."""
+    unit_s: float = 0.0
+    """Seconds of a unit now."""
     best: Strategy = OFF
+    taken_at: int = 0
+    """The step since which it is."""
+    best_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Seconds of the last steps of the best way."""
     trial: Strategy | None = None
     trial_length: int = 0
     trial_steps: list[tuple[float, float]] = field(default_factory=list)
+    """Tokens a sequence, and seconds."""
+    tried_at: dict[Strategy, int] = field(default_factory=dict)
+    """By way: the step of its last trial since the best way changed, which says that texts have."""
+    num_steps: int = 0
     since_trial: int = 0
-    next_trial: int = 0
+
+    def rate(self, strategy: Strategy, errors: float = 0.0) -> float:
+        """Tokens a second and sequence; with so many standard errors more."""
+        tokens = self.tokens[strategy]
+        mean = sum(tokens) / len(tokens)
+        if errors:
+            variance = sum((one - mean) ** 2 for one in tokens) / len(tokens)
+            mean += errors * math.sqrt(variance / len(tokens))
+        return mean / (self.costs[strategy] * self.unit_s)
+
+    def follow_pace(self, seconds: float) -> None:
+        """A step of the best way took so long."""
+        self.best_s.append(seconds)
+        self.unit_s = statistics.median(self.best_s) / self.costs[self.best]
+
+    def learn(self, strategy: Strategy, steps: Sequence[tuple[float, float]]) -> None:
+        """What a trial showed. The first way of all makes the unit."""
+        self.tokens[strategy].extend(tokens for tokens, _ in steps)
+        typical_s = statistics.median(seconds for _, seconds in steps)  # a single step may take any time
+        self.unit_s = self.unit_s or typical_s
+        self.costs[strategy] = typical_s / self.unit_s
+        self.tried_at[strategy] = self.num_steps
+
+    def take(self, strategy: Strategy) -> None:
+        """For the best from now on, at the pace of the one before."""
+        self.best = strategy
+        self.taken_at = self.num_steps
+        self.tried_at.clear()
+        self.best_s.clear()
+        self.best_s.append(self.costs[strategy] * self.unit_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,42 +115,60 @@ class Selector:
 
     def choose(self, batch: int) -> Strategy:
         """For a step of so many sequences."""
-        bucket, batch = self._bucket(batch), max(1, batch)
-        if bucket.trial is None:
-            untried = [strategy for strategy in self._strategies if not bucket.steps[strategy]]
-            others = [strategy for strategy in self._strategies if strategy != bucket.best]
-            if untried:
-                self._begin_trial(bucket, untried[0], max(FIRST_TRIAL, FIRST_TRIAL_ROWS // batch))
-            elif others:
-                candidate, length = others[bucket.next_trial % len(others)], max(TRIAL, TRIAL_ROWS // batch)
-                lost = length * max(0.0, _rate(bucket.steps[bucket.best]) / _rate(bucket.steps[candidate]) - 1)
-                if bucket.since_trial >= max(BETWEEN_TRIALS, lost / TRIAL_COST):
-                    self._begin_trial(bucket, candidate, length)
-                    bucket.next_trial += 1
+        bucket = self._bucket(batch)
+        if bucket.trial is None and bucket.since_trial % WINDOW == 0:
+            self._consider_trial(bucket, max(1, batch))
         return bucket.trial or bucket.best
 
-    def _begin_trial(self, bucket: _Bucket, strategy: Strategy, length: int) -> None:
-        bucket.trial, bucket.trial_length, bucket.trial_steps = strategy, length, []
+    def _consider_trial(self, bucket: _Bucket, batch: int) -> None:
+        untried = [strategy for strategy in self._strategies if strategy not in bucket.costs]
+        if untried:
+            # Between two of them the best way shows how long steps take by now.
+            if bucket.since_trial or not bucket.costs:
+                bucket.trial, bucket.trial_length = untried[0], max(FIRST_TRIAL, FIRST_TRIAL_ROWS // batch)
+            return
+        if bucket.since_trial < BETWEEN_TRIALS:
+            return
+        others = [strategy for strategy in self._strategies if strategy != bucket.best]
+        length, best_rate = max(TRIAL, TRIAL_ROWS // batch), bucket.rate(bucket.best)
+        # At best, by what is known of them: a way that looked bad by chance is soon tried again.
+        hopes = {strategy: bucket.rate(strategy, errors=1.0) for strategy in others}
+
+        def is_due(strategy: Strategy) -> float:
+            """From 1 on: steps since its last trial, against those it should wait."""
+            lost = length * max(0.0, best_rate / hopes[strategy] - 1)
+            wait = max(BETWEEN_TRIALS, lost * len(others) / TRIAL_COST)
+            if strategy not in bucket.tried_at:
+                return (bucket.num_steps - bucket.taken_at) / BETWEEN_TRIALS
+            return (bucket.num_steps - bucket.tried_at[strategy]) / wait
+
+        if others:
+            strategy = max(others, key=lambda one: (is_due(one), hopes[one]))
+            if is_due(strategy) >= 1:
+                bucket.trial, bucket.trial_length = strategy, length
 
     def observe(self, batch: int, strategy: Strategy, num_tokens: int, seconds: float) -> None:
         """A step of `batch` sequences and nothing else gave `num_tokens` in `seconds`."""
-        bucket, step = self._bucket(batch), (num_tokens / batch, seconds)
-        if bucket.steps[OFF] and strategy != OFF:
-            self.saved_s += step[0] / _rate(bucket.steps[OFF]) - seconds
+        bucket, tokens = self._bucket(batch), num_tokens / batch
+        if OFF in bucket.costs and strategy != OFF:
+            self.saved_s += tokens / bucket.rate(OFF) - seconds
+        bucket.num_steps += 1
         bucket.since_trial += 1
         if bucket.trial != strategy:
-            bucket.steps[strategy].append(step)
-            if strategy == bucket.best and bucket.since_trial % bucket.window == 0:
-                self._settle(batch, bucket)  # texts may have changed: what was best is no longer, by its own record
+            bucket.tokens[strategy].append(tokens)
+            if strategy == bucket.best and strategy in bucket.costs:
+                bucket.follow_pace(seconds)
+                if bucket.since_trial % bucket.window == 0:
+                    self._settle(batch, bucket)  # texts may have changed: what was best may be so no longer
             return
-        bucket.trial_steps.append(step)
+        bucket.trial_steps.append((tokens, seconds))
         counted = bucket.trial_steps[1:]  # the first may have prepared the others
         is_over = len(bucket.trial_steps) >= bucket.trial_length
-        if len(counted) >= min(FIRST_TRIAL, bucket.trial_length) - 1 and bucket.steps[bucket.best]:
-            is_over |= _rate(counted) < HOPELESS * _rate(bucket.steps[bucket.best])
+        if len(counted) >= min(FIRST_TRIAL, bucket.trial_length) - 1 and bucket.best in bucket.costs:
+            is_over |= _rate_at_best(counted, strategy, batch) < HOPELESS * bucket.rate(bucket.best)
         if is_over:
-            bucket.steps[strategy].extend(counted)
-            bucket.trial, bucket.since_trial = None, 0
+            bucket.learn(strategy, counted)
+            bucket.trial, bucket.trial_steps, bucket.since_trial = None, [], 0
             self._settle(batch, bucket)
 
     def take_choices(self) -> list[Choice]:
@@ -111,7 +177,7 @@ class Selector:
 
     def has_tried_all(self, batch: int) -> bool:
         bucket = self._bucket(batch)
-        return bucket.trial is None and all(bucket.steps.values())
+        return bucket.trial is None and len(bucket.costs) == len(self._strategies)
 
     def best(self, batch: int) -> Strategy:
         """What has given most tokens a second so far."""
@@ -119,14 +185,16 @@ class Selector:
 
     def rates(self, batch: int) -> dict[Strategy, float]:
         """Tokens a second and sequence, by way, where they were measured."""
-        return {strategy: _rate(steps) for strategy, steps in self._bucket(batch).steps.items() if steps}
+        bucket = self._bucket(batch)
+        return {strategy: bucket.rate(strategy) for strategy in bucket.costs}
 
     def state_dict(self) -> dict[str, object]:
         """Numbers and strings only, for a checkpoint."""
         return {
             str(size): {
                 "best": _plain(bucket.best),
-                "steps": [[*_plain(strategy), list(steps)] for strategy, steps in bucket.steps.items()],
+                "unit_s": bucket.unit_s,
+                "ways": [[*_plain(way), cost, list(bucket.tokens[way])] for way, cost in bucket.costs.items()],
             }
             for size, bucket in self._buckets.items()
         }
@@ -135,33 +203,40 @@ class Selector:
         for size, saved in state.items():
             bucket = self._bucket(int(size))
             assert isinstance(saved, dict)
-            for drafts_each, min_match, steps in saved["steps"]:
-                if Strategy(drafts_each, min_match) in bucket.steps:
-                    bucket.steps[Strategy(drafts_each, min_match)].extend((tokens, s) for tokens, s in steps)
+            bucket.unit_s = saved["unit_s"]
+            for drafts_each, min_match, cost, tokens in saved["ways"]:
+                strategy = Strategy(drafts_each, min_match)
+                if strategy in bucket.tokens:
+                    bucket.costs[strategy] = cost
+                    bucket.tokens[strategy].extend(tokens)
             best = Strategy(*saved["best"])
-            bucket.best = best if best in bucket.steps else OFF
+            if best in bucket.costs:
+                bucket.take(best)
 
     def _bucket(self, batch: int) -> _Bucket:
         size = 1 << (max(1, batch) - 1).bit_length()
         if size not in self._buckets:
             window = max(WINDOW, WINDOW_ROWS // size)
-            self._buckets[size] = _Bucket({strategy: deque(maxlen=window) for strategy in self._strategies}, window)
+            tokens: dict[Strategy, deque[float]] = {strategy: deque(maxlen=window) for strategy in self._strategies}
+            self._buckets[size] = _Bucket(tokens, window)
         return self._buckets[size]
 
     def _settle(self, batch: int, bucket: _Bucket) -> None:
-        rates = self.rates(batch)
-        fastest = max(rates, key=lambda strategy: rates[strategy])
-        if fastest != bucket.best and rates[fastest] > CLEARLY * rates.get(bucket.best, 0.0):
-            gain = rates[fastest] / rates[bucket.best] if bucket.best in rates else 1.0
-            reason = f"{fastest} gives {gain:.2f} times the tokens of {bucket.best}"
-            bucket.best = fastest
-            self.choices.append(Choice(batch, fastest, reason))
+        """Another way must be faster at worst, by what is known of it."""
+        best_rate = bucket.rate(bucket.best)
+        rates = {strategy: bucket.rate(strategy, errors=-0.5) for strategy in bucket.costs if strategy != bucket.best}
+        fastest = max(rates, key=lambda strategy: rates[strategy], default=bucket.best)
+        if rates.get(fastest, 0.0) > CLEARLY * best_rate:
+            gain = bucket.rate(fastest) / best_rate
+            self.choices.append(Choice(batch, fastest, f"{fastest} gives {gain:.2f} times the tokens of {bucket.best}"))
+            bucket.take(fastest)
 
 
-def _rate(steps: Collection[tuple[float, float]]) -> float:
-    """Tokens a second and sequence: the mean of the tokens, which come in bursts, over the median of the times, which
-    have outliers."""
-    return statistics.fmean(tokens for tokens, _ in steps) / statistics.median(seconds for _, seconds in steps)
+def _rate_at_best(steps: Sequence[tuple[float, float]], strategy: Strategy, batch: int) -> float:
+    """As if one sequence more had had all its drafts right: tokens come in bursts, and a few steps may miss them."""
+    num_rows = batch * len(steps)
+    num_tokens = batch * sum(tokens for tokens, _ in steps) + 1 + strategy.drafts_each
+    return num_tokens / (num_rows + 1) / statistics.median(seconds for _, seconds in steps)
 
 
 def _plain(strategy: Strategy) -> tuple[float, int]:

@@ -20,7 +20,7 @@ from slipstream.engine.state import StepState
 from slipstream.engine.triton_sampling import gumbel, row_keys
 from slipstream.models.launching import await_inputs, overlap
 
-FEW_BLOCKS, BLOCKS_TOGETHER = 32, 8
+FEW_BLOCKS, BLOCKS_TOGETHER = 32, 2
 """Blocks that one program searches: one on short shelves; on long ones several, or starting programs takes longest."""
 _SHARPNESS = tl.constexpr(SHARPNESS)
 _NO_TEXT, _OWN_TEXT, _ALIGNMENT = tl.constexpr(NO_TEXT), tl.constexpr(OWN_TEXT), tl.constexpr(ALIGNMENT)
@@ -80,36 +80,51 @@ def _search(
     before_last = tl.load(text - 1, has_two, other=_NO_TEXT)
     end = tl.where(width > 0, end, 0)
     read_end = tl.multiple_of(tl.cdiv(end, _ALIGNMENT) * _ALIGNMENT, _ALIGNMENT)
-    for number in range(TOGETHER):
-        block = tl.program_id(1) * TOGETHER + number
-        place = start + block * BLOCK + tl.arange(0, BLOCK)
+    first_block = tl.program_id(1) * TOGETHER
+    worth_a_look = True
+    if has_two:
+        # Two tokens in a row match in few places: mostly one look at all blocks together is enough.
+        place = start + first_block * BLOCK + tl.arange(0, TOGETHER * BLOCK)
         # Four places at a time, since both ends of what is read are aligned.
         match = tl.load(library_ptr + place, place < read_end, other=_NO_TEXT) == last
-        match = match & (place < end - 1)
-        if has_two:
-            # A common last token alone would send most blocks into the loop below.
-            match = match & (tl.load(library_ptr + place - 1, match & (place > start), other=_NO_TEXT) == before_last)
-        best = 0
-        count = 0
-        if tl.max(match.to(tl.int32), 0) > 0:
-            match = match & (tl.load(library_ptr + place + 1, match, other=_NO_TEXT) != _NO_TEXT)
-            length = match.to(tl.int32)
-            back = 1
-            longest = tl.minimum(MAX_MATCH, known)
-            while (back < longest) & (tl.max(match.to(tl.int32), 0) > 0):
-                match = match & (place - back >= start)
-                match = match & (tl.load(library_ptr + place - back, match, other=_NO_TEXT) == tl.load(text - back))
-                length += match.to(tl.int32)
-                back += 1
-            best = tl.max(length, 0)
-            is_best = (length == best).to(tl.int32)
-            count = tl.sum(is_best, 0)
-            rank = tl.cumsum(is_best, 0) - 1 - tl.maximum(count - KEPT, 0)
-            out = place_out + (slot * num_blocks + block) * KEPT
-            tl.store(out + rank, place, (is_best > 0) & (rank >= 0))
-            count = tl.minimum(count, KEPT)
-        tl.store(length_out + slot * num_blocks + block, best)
-        tl.store(count_out + slot * num_blocks + block, count)
+        match = match & (place < end - 1) & (place > start)
+        match = match & (tl.load(library_ptr + place - 1, match, other=_NO_TEXT) == before_last)
+        worth_a_look = tl.max(match.to(tl.int32), 0) > 0
+    if worth_a_look:
+        for number in range(TOGETHER):
+            block = first_block + number
+            place = start + block * BLOCK + tl.arange(0, BLOCK)
+            match = tl.load(library_ptr + place, place < read_end, other=_NO_TEXT) == last
+            match = match & (place < end - 1)
+            if has_two:
+                match = match & (place > start)
+                match = match & (tl.load(library_ptr + place - 1, match, other=_NO_TEXT) == before_last)
+            best = 0
+            count = 0
+            if tl.max(match.to(tl.int32), 0) > 0:
+                match = match & (tl.load(library_ptr + place + 1, match, other=_NO_TEXT) != _NO_TEXT)
+                length = match.to(tl.int32)
+                back = 1
+                longest = tl.minimum(MAX_MATCH, known)
+                while (back < longest) & (tl.max(match.to(tl.int32), 0) > 0):
+                    match = match & (place - back >= start)
+                    match = match & (tl.load(library_ptr + place - back, match, other=_NO_TEXT) == tl.load(text - back))
+                    length += match.to(tl.int32)
+                    back += 1
+                best = tl.max(length, 0)
+                is_best = (length == best).to(tl.int32)
+                count = tl.sum(is_best, 0)
+                rank = tl.cumsum(is_best, 0) - 1 - tl.maximum(count - KEPT, 0)
+                out = place_out + (slot * num_blocks + block) * KEPT
+                tl.store(out + rank, place, (is_best > 0) & (rank >= 0))
+                count = tl.minimum(count, KEPT)
+            tl.store(length_out + slot * num_blocks + block, best)
+            tl.store(count_out + slot * num_blocks + block, count)
+    else:
+        nothing = tl.zeros([TOGETHER], tl.int32)
+        blocks = slot * num_blocks + first_block + tl.arange(0, TOGETHER)
+        tl.store(length_out + blocks, nothing)
+        tl.store(count_out + blocks, nothing)
 
 
 @triton.jit

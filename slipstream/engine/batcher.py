@@ -402,9 +402,9 @@ class Batcher:
                 return []
         if needed <= 0:
             return []
-        first = len(sequence.pages)
-        sequence.pages += self.pool.take(needed)
-        return [(sequence.slot, index, sequence.pages[index]) for index in range(first, len(sequence.pages))]
+        first, slot, pages = len(sequence.pages), sequence.slot, self.pool.take(needed)
+        sequence.pages += pages
+        return [(slot, index, page) for index, page in enumerate(pages, first)]
 
     def _send_back(self, sequences: Iterable[Running]) -> None:
         """Out of their slots, first in the queue, the oldest at its head: keys are computed again, tokens stay."""

@@ -62,6 +62,8 @@ class Launched:
     strategy: Strategy
     room: int
     """Drafts that there was to be room for, before sizes were rounded."""
+    was_prepared: bool
+    """Whether its CUDA graph was there already, if it has one."""
     version: int
     report: Tensor
     done: torch.cuda.Event | float
@@ -280,11 +282,12 @@ class Engine:
         def body() -> None:
             run_step(self.model, self._pages, self._state, sizes, self.drafter)
 
+        was_prepared = self._graphs is None or self._graphs.is_prepared(sizes)
         if self._graphs is None:
             body()
         else:
             self._graphs.run(sizes, body)
-        self._unread.append(self._request_report(plan, batch, strategy, room))
+        self._unread.append(self._request_report(plan, batch, strategy, room, was_prepared))
         self._num_forwards += 1
         self._prefill_tokens += plan.num_tokens - plan.num_drafts - len(plan.samplers)
 
@@ -308,11 +311,11 @@ class Engine:
         )
 
     def _tell_policy(self, launched: Launched, num_tokens: int) -> None:
-        """How long the step took, if it only decoded and came right after another."""
+        """How long the step took, if it only decoded, needed no preparation and came right after another."""
         before, self._last_done = self._last_done, launched.done
         plan = launched.plan
         only_decoded = plan.num_tokens == len(plan.samplers) + plan.num_drafts
-        if self.policy is None or before is None or not only_decoded or not num_tokens:
+        if self.policy is None or before is None or not launched.was_prepared or not only_decoded or not num_tokens:
             return
         if isinstance(launched.done, torch.cuda.Event):
             seconds = before.elapsed_time(launched.done) / 1e3  # type: ignore[union-attr]
@@ -326,15 +329,17 @@ class Engine:
             self.drafter.forget(uid)
         return partial
 
-    def _request_report(self, plan: StepPlan, batch: int, strategy: Strategy, room: int) -> Launched:
-        report = self._state.report
+    def _request_report(
+        self, plan: StepPlan, batch: int, strategy: Strategy, room: int, was_prepared: bool
+    ) -> Launched:
+        report, version = self._state.report, self._version.number
         if self.device.type != "cuda":
-            return Launched(plan, batch, strategy, room, self._version.number, report.clone(), time.perf_counter())
+            return Launched(plan, batch, strategy, room, was_prepared, version, report.clone(), time.perf_counter())
         host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
         host.copy_(report, non_blocking=True)
         done = torch.cuda.Event(enable_timing=True)
         done.record()
-        return Launched(plan, batch, strategy, room, self._version.number, host, done)
+        return Launched(plan, batch, strategy, room, was_prepared, version, host, done)
 
     def _forget_launched(self, plan: StepPlan) -> None:
         """A launch failed half-way: what is running is computed again from the tokens that are known."""

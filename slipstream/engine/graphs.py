@@ -43,6 +43,10 @@ class GraphPool:
             self._met.add(size)
             body()
 
+    def is_prepared(self, size: Hashable) -> bool:
+        """Whether a step of this size takes as long as the next one of this size will."""
+        return size in self._graphs or (size in self._met and self.num_bytes >= self.budget_bytes)
+
     def clear(self) -> None:
         """Forget every graph, because memory it reads or writes goes away."""
         self._graphs.clear()

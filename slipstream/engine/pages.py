@@ -31,7 +31,8 @@ class PagePool:
         """Free pages, which the caller now holds; ask `num_free` first."""
         assert count <= len(self._free), f"{count} pages asked, {len(self._free)} free"
         pages = [self._free.pop() for _ in range(count)]
-        self._holders.update(dict.fromkeys(pages, 1))
+        for page in pages:
+            self._holders[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:

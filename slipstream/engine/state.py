@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.engine.batcher import MAX_STOP_TOKENS
@@ -99,16 +100,29 @@ class StepState:
             tokens = (*seat.token_ids, *seat.sequence.request.script_ids[len(seat.sequence.token_ids) :])
             places.append(np.arange(len(tokens)) + self._place("tokens", seat.slot))
             values.append(np.array(tokens))
-        writes |= {self._place("table", slot, index): page for slot, index, page in plan.pages}
         writes |= {self._place("allotted", slot): tokens for slot, tokens in plan.allotments}
-        if not writes:
-            return
-        places.append(np.fromiter(writes.keys(), np.int64, len(writes)))
-        values.append(np.fromiter(writes.values(), np.int64, len(writes)))
-        patch = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(values)]))
-        if self._block.is_cuda:
-            patch = patch.pin_memory().to(self._block.device, non_blocking=True)
-        self._block.index_copy_(0, patch[0], _as_int32(patch[1]))
+        if plan.pages:
+            numbers = np.fromiter(chain.from_iterable(plan.pages), np.int64, 3 * len(plan.pages))
+            slots, indices, pages = numbers.reshape(-1, 3).T
+            start, width = self._layout["table"]
+            places.append(start + slots * width + indices)
+            values.append(pages)
+        if writes:
+            places.append(np.fromiter(writes.keys(), np.int64, len(writes)))
+            values.append(np.fromiter(writes.values(), np.int64, len(writes)))
+        if places:
+            self._patch(np.concatenate(places), np.concatenate(values))
+
+    def _patch(self, places: NDArray[np.int64], values: NDArray[np.int64]) -> None:
+        """Of a value the low 32 bits count, which may be those of an unsigned number. All in one copy: with sequences
+        of many lengths there is a patch in nearly every step, and its launches are what it takes."""
+        cut = places.nbytes
+        patch = torch.empty(cut + 4 * len(values), dtype=torch.uint8, pin_memory=self._block.is_cuda)
+        written = patch.numpy()
+        written[:cut].view(np.int64)[:] = places
+        written[cut:].view(np.int32)[:] = values
+        patch = patch.to(self._block.device, non_blocking=True)
+        self._block.index_copy_(0, patch[:cut].view(torch.int64), patch[cut:].view(torch.int32))
 
     def _place(self, name: str, slot: int, index: int = 0) -> int:
         start, width = self._layout[name]
@@ -173,8 +187,3 @@ def _cut(values: list[Any], ends: list[int]) -> list[list[Any]]:
 
 def _float_bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
-
-
-def _as_int32(values: Tensor) -> Tensor:
-    """The low 32 bits, which may be those of an unsigned number."""
-    return ((values + 2**31) % 2**32 - 2**31).int()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ MAX_DRAFTS = 32
 KEPT = 16
 """Past rollouts of a prompt of a recorded run."""
 MOST_WARM_UPS = 8
+WAVES = 2
+"""Sequences for each place in the batch, so that one that ends early is followed by another, as in any long rollout."""
 
 
 def bench_history(
@@ -41,6 +44,8 @@ def bench_history(
 ) -> dict[str, Any]:
     """Time each workload at each size of batch; the record that is also written to `json_file`.
 
+    Tokens a second are those while the batch is full. `gain_to_end` in the record counts the last sequences too, which
+    end one by one with drafts, and all together without.
     With a `trace` the workloads are its epochs, and the others are left out.
     """
     check_shape(shape)
@@ -64,8 +69,9 @@ def bench_history(
         if recorded is not None:
             workloads = {f"epoch {number}": groups for number, groups in enumerate(epochs)}
         else:
-            workloads = {f"{share:.0%} alike": alike(batch, new_tokens, share, vocab_size) for share in likenesses}
-            workloads["adversarial"] = adversarial(batch, new_tokens, vocab_size)
+            size = WAVES * batch
+            workloads = {f"{share:.0%} alike": alike(size, new_tokens, share, vocab_size) for share in likenesses}
+            workloads["adversarial"] = adversarial(size, new_tokens, vocab_size)
         for row in _measure(model, batch, workloads, console, alike_cost=recorded is None):
             rows.append(row)
             on = row["history"]
@@ -97,12 +103,12 @@ def _measure(
 ) -> Iterator[dict[str, Any]]:
     """`alike_cost`: without drafts all workloads take the same, so that they are timed once before and once after."""
     plain, drafting = (Replay(model, batch, list(workloads.values()), drafts=drafts) for drafts in (False, True))
-    plain_walks: dict[str, list[float]] = {}
+    plain_walks: dict[str, list[Walk]] = {}
     found: dict[str, dict[str, Any]] = {}
 
     def walk_plainly(name: str) -> None:
         with console.status(f"{name}, batch {batch}, without drafts"), still_heap():
-            plain_walks.setdefault(name, []).append(plain.measure(workloads[name])["tokens_per_s"])
+            plain_walks.setdefault(name, []).append(plain.measure(workloads[name])[0])
 
     first = next(iter(workloads))
     if alike_cost:
@@ -111,14 +117,38 @@ def _measure(
         if not alike_cost:
             walk_plainly(name)
         with console.status(f"{name}, batch {batch}"), still_heap():
-            found[name] = drafting.measure(groups)
+            walk, drafts = drafting.measure(groups)
+            found[name] = walk.rates() | drafts
     if alike_cost:
         walk_plainly(first)
     for name, on in found.items():
         walks = plain_walks[first if alike_cost else name]
-        off = {"tokens_per_s": statistics.fmean(walks), "walks": walks}
-        gain = on["tokens_per_s"] / off["tokens_per_s"]
-        yield {"workload": name, "batch": batch, "off": off, "history": on, "gain": gain}
+        means = {rate: statistics.fmean(walk.rates()[rate] for walk in walks) for rate in walks[0].rates()}
+        gain, gain_to_end = (on[rate] / mean for rate, mean in means.items())
+        off = means | {"walks": [walk.rates()["tokens_per_s"] for walk in walks]}
+        yield {
+            "workload": name,
+            "batch": batch,
+            "off": off,
+            "history": on,
+            "gain": gain,
+            "gain_to_end": gain_to_end,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    full_tokens: int
+    full_s: float
+    """Until the first sequence ended that no other followed; the whole walk, if there never were enough."""
+    num_tokens: int
+    seconds: float
+
+    def rates(self) -> dict[str, float]:
+        return {
+            "tokens_per_s": self.full_tokens / self.full_s,
+            "tokens_per_s_to_end": self.num_tokens / self.seconds,
+        }
 
 
 class Replay:
@@ -153,7 +183,7 @@ class Replay:
         )
         self._batch = batch
 
-    def measure(self, groups: Sequence[ReplayGroup]) -> dict[str, Any]:
+    def measure(self, groups: Sequence[ReplayGroup]) -> tuple[Walk, dict[str, Any]]:
         """By the clock, once a walk needed no new graph and, with drafts, every way of drafting was tried."""
         self._past = {group.prompt_ids: [Text(text, 1) for text in group.past] for group in groups}
         self._selector = Selector()  # what paid for another workload says nothing about this one
@@ -166,12 +196,9 @@ class Replay:
             if has_chosen and self._engine.facts().num_graphs == num_graphs:
                 break
         self._engine.take_draft_counts()
-        started = time.perf_counter()
-        num_tokens = self._walk(groups)
-        seconds = time.perf_counter() - started
+        walk = self._walk(groups)
         counts = self._engine.take_draft_counts()
-        return {
-            "tokens_per_s": num_tokens / seconds,
+        return walk, {
             "tokens_per_row": counts.num_tokens / counts.num_rows if counts.num_rows else 1.0,
             "drafts_per_row": counts.num_drafted / counts.num_rows if counts.num_rows else 0.0,
             "accept_rate": counts.num_accepted / counts.num_drafted if counts.num_drafted else 0.0,
@@ -179,8 +206,7 @@ class Replay:
             "rates": {str(way): rate for way, rate in self._selector.rates(self._batch).items()},
         }
 
-    def _walk(self, groups: Sequence[ReplayGroup]) -> int:
-        num_tokens = 0
+    def _walk(self, groups: Sequence[ReplayGroup]) -> Walk:
         for number, group in enumerate(groups):
             if not group.texts:
                 continue
@@ -197,8 +223,14 @@ class Replay:
                     for member, text in enumerate(group.texts)
                 ]
             )
+        before, started = self._engine.facts().decode_tokens, time.perf_counter()
+        full_tokens, full_s = 0, 0.0
         while self._engine.has_work:
-            num_tokens += sum(len(rollout.token_ids) for rollout in self._engine.step())
+            self._engine.step()
+            facts = self._engine.facts()
+            if not full_s and not facts.num_waiting and facts.num_running < self._batch:
+                full_tokens, full_s = facts.decode_tokens - before, time.perf_counter() - started
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize()
-        return num_tokens
+        whole = self._engine.facts().decode_tokens - before, time.perf_counter() - started
+        return Walk(*((full_tokens, full_s) if full_tokens else whole), *whole)

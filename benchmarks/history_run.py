@@ -4,12 +4,14 @@
     python benchmarks/history_run.py --recipe quickstart.yaml --max-new-tokens 128 --out quickstart.json
 
 The recipe's warm start comes first, on its own prompts; then, from the same weights, two runs over a few prompts of the
-same tasks that come up again in every epoch. Rollout seconds are those of the step's generation phase.
+same tasks that come up again in every epoch, trained so that the same rollouts give the same weights. Rollout seconds
+are those of the step's generation phase.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import subprocess
@@ -49,6 +51,12 @@ def tokens_of(folder: Path) -> dict[str, tuple[int, ...]]:
         return {rollout.uid: rollout.token_ids for rollout in store.rollouts(kind="train")}
 
 
+def weights_of(folder: Path) -> str:
+    """A hash of the weights of the last checkpoint."""
+    last = max((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name.partition("_")[2]))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(last.glob("*.safetensors")))).hexdigest()
+
+
 def kept(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name in KEPT or name.startswith(SPEC)}
 
@@ -74,6 +82,7 @@ def main() -> None:
         f"engine.max_sequences={arguments.prompts_per_step * arguments.samples}",
         "engine.kv_tokens=null",
         "run.save_every=1",
+        "train.deterministic=true",
         *arguments.overrides,
     ]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,7 +107,9 @@ def main() -> None:
                 f"draft.source={source}",
             )[-arguments.epochs * steps_an_epoch :]
         off, on = (tokens_of(Path(folder, source)) for source in ("off", "history"))
+        weights = [weights_of(Path(folder, source)) for source in ("off", "history")]
     record["rollouts"], record["identical"] = len(off), sum(off[uid] == on.get(uid) for uid in off)
+    record["same_weights"] = weights[0] == weights[1]
     record["steps"] = {source: [kept(row) for row in rows] for source, rows in runs.items()}
     record["epochs"] = []
     for epoch in range(arguments.epochs):
@@ -119,7 +130,8 @@ def main() -> None:
             }
         )
         print(json.dumps(record["epochs"][-1]), flush=True)
-    print(f"{record['identical']} of {record['rollouts']} rollouts are identical")
+    same = "the same" if record["same_weights"] else "NOT the same"
+    print(f"{record['identical']} of {record['rollouts']} rollouts are identical, the last weights are {same}")
     arguments.out.write_text(json.dumps(record, indent=1, default=str) + "\n")
 
 

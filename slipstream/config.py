@@ -171,6 +171,9 @@ class Training(Section):
     """TOKENS whose logits exist at the same time."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward and backward; master weights and optimizer are always float32. auto as engine.dtype."""
+    deterministic: bool = False
+    """On a GPU too the same samples give the same weights, bit for bit; training is slower then. On a CPU they always
+    do."""
     lr: float = Field(1e-5, gt=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After lr_warmup_steps: stay, or fall to zero at the last step."""

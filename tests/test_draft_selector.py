@@ -86,6 +86,21 @@ def test_steps_that_take_ever_longer_are_no_reason_to_change(growth: float) -> N
     assert selector.rates(64)[OFF] == pytest.approx(1 / growth**age, rel=0.03)
 
 
+def test_a_way_that_turns_cheaper_once_taken_says_nothing_of_the_others() -> None:
+    """Its steps are made for all drafts it may have, and soon for those there are."""
+    step, num_drafting = world_with(0.8, 0.02), 0
+
+    def settling(batch: int, strategy: Strategy) -> tuple[int, float]:
+        nonlocal num_drafting
+        num_drafting += strategy.drafts_each > 0
+        tokens, seconds = step(batch, strategy)
+        return tokens, seconds * (2.0 if 0 < num_drafting < 20 else 1.0)
+
+    selector = Selector([OFF, Strategy(8.0)])
+    drive(selector, settling, 64, 120)
+    assert selector.best(64) == Strategy(8.0) and selector.rates(64)[OFF] == pytest.approx(1.0, rel=0.05)
+
+
 def test_sizes_of_batch_are_judged_apart() -> None:
     selector = Selector()
     drive(selector, world_with(0.9, 0.01), 2, 300)
@@ -150,9 +165,16 @@ def test_nothing_to_draft_leaves_room_to_find_out_that_there_is_again(batch: int
     assert see(demand, strategy, batch, 99.0, 40, on_gpu=on_gpu) == most
 
 
-def test_what_was_needed_long_ago_and_by_another_strategy_counts_no_more() -> None:
+def test_what_was_needed_long_ago_or_by_a_very_different_strategy_counts_no_more() -> None:
     demand = Demand()
-    see(demand, Strategy(8.0), 64, 0.0, 60)
-    assert demand.room(Strategy(4.0), 64) == 256 and demand.room(Strategy(8.0), 64) < 20
+    see(demand, Strategy(4.0, 1), 64, 1.0, 60)
+    assert demand.room(Strategy(8.0, 1), 64) == 128, "what the other needed, and half as much more"
+    assert demand.room(Strategy(8.0, 2), 64) == 512, "it may match more or less often"
     see(demand, OFF, 64, 0.0, 150)
-    assert demand.room(Strategy(8.0), 64) == 512
+    assert demand.room(Strategy(8.0, 1), 64) == 512
+
+
+def test_one_that_had_no_room_to_spare_says_nothing_about_another() -> None:
+    demand = Demand()
+    see(demand, Strategy(2.0, 1), 64, 99.0, 60)
+    assert demand.room(Strategy(8.0, 1), 64) == 512

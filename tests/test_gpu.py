@@ -10,13 +10,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from slipstream.config import Algorithm, Training
 from slipstream.engine.engine import BrokenLogits, Engine
 from slipstream.models.attention import AttentionForm, Documents
 from slipstream.models.loading import load_model
 from slipstream.models.shapes import random_model
 from slipstream.models.weights import named_weights
 from slipstream.rng import derive_seed
-from slipstream.types import Request, Rollout, SamplingParams
+from slipstream.train.trainer import Trainer
+from slipstream.types import Request, Rollout, SamplingParams, TrainSample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -145,3 +147,24 @@ def test_the_gpu_engine_agrees_with_the_cpu_engine_in_float32() -> None:
         by_device[device] = {uid: rollout.token_ids for uid, rollout in rollouts.items()}
     same = [by_device["cpu"][uid] == by_device["cuda"][uid] for uid in by_device["cpu"]]
     assert sum(same) >= 0.9 * len(same)
+
+
+def test_training_gives_the_same_bits_every_time_if_asked_to() -> None:
+    """Long documents with common tokens, so that sums in the order of chance would show."""
+    dice = torch.Generator().manual_seed(0)
+    samples = []
+    for number in range(16):
+        response = tuple(torch.randint(0, 50, (300 + 40 * number,), generator=dice).tolist())
+        advantage = 1.0 if number % 2 else -1.0
+        samples.append(TrainSample(f"g{number // 8}/{number}", (1, 2, 3), response, (-3.0,) * len(response), advantage))
+    results = []
+    for _ in range(4):
+        model = random_model("smollm2-135m", dtype=torch.float32, device=torch.device("cuda"))
+        training = Training(deterministic=True, precision="bfloat16", lr=1e-4, micro_batch_tokens=4096)
+        trainer = Trainer(model, training, Algorithm(), temperature=1.0, max_new_tokens=1024)
+        for _ in range(2):
+            trainer.step(samples)
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert not torch.are_deterministic_algorithms_enabled(), "the engine must not pay for it"
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

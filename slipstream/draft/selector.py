@@ -22,8 +22,10 @@ FIRST_TRIAL, FIRST_TRIAL_ROWS = 6, 64
 """Steps in a row at the first trial of a way."""
 TRIAL, TRIAL_ROWS, BETWEEN_TRIALS = 3, 32, 150
 """Afterwards: steps of a way that is not the best, and the least number of steps between two such trials."""
-TRIAL_COST = 0.01
+TRIAL_COST = 0.005
 """Of all steps: the slower a way was, the longer it waits for its next trial, so that trials cost no more than this."""
+SETTLING = 2 * WINDOW
+"""Steps after which a way that was just taken takes as long as it will."""
 HOPELESS = 0.85
 """A trial ends early when its way gives less than so many times the tokens of the best."""
 CLEARLY = 1.03
@@ -50,7 +52,7 @@ class _Bucket:
     unit_s: float = 0.0
     """Seconds of a unit now."""
     best: Strategy = OFF
-    taken_at: int = 0
+    taken_at: int = -SETTLING
     """The step since which it is."""
     best_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Seconds of the last steps of the best way."""
@@ -73,9 +75,13 @@ class _Bucket:
         return mean / (self.costs[strategy] * self.unit_s)
 
     def follow_pace(self, seconds: float) -> None:
-        """A step of the best way took so long."""
+        """A step of the best way took so long: at first that says more about the way, whose steps come to be as large
+        as its drafts need, and later about the time."""
         self.best_s.append(seconds)
-        self.unit_s = statistics.median(self.best_s) / self.costs[self.best]
+        if self.num_steps - self.taken_at <= SETTLING:
+            self.costs[self.best] = statistics.median(self.best_s) / self.unit_s
+        else:
+            self.unit_s = statistics.median(self.best_s) / self.costs[self.best]
 
     def learn(self, strategy: Strategy, steps: Sequence[tuple[float, float]]) -> None:
         """What a trial showed. The first way of all makes the unit."""

@@ -41,6 +41,8 @@ from slipstream.types import EngineFacts, Request, Rollout, WeightVersion
 MIN_STEP_TOKENS = 16
 CPU_STEP_TOKENS = 128
 GPU_STEP_TOKENS = 2048
+GPU_STEPS_AHEAD = 2
+"""One would do if the host were never late; with two, it may once be late by a whole step (docs/log.md)."""
 PAGE_TOKENS = 64
 GRAPH_BYTES = 4 << 30
 
@@ -88,7 +90,7 @@ class Engine:
     ) -> None:
         """`max_length`: longest prompt + response in tokens. `kv_tokens`: by default as many as `max_sequences` of that
         length need; with fewer, sequences are preempted under pressure and computed again. `fused` and `graphs` off
-        give the plain twin. `steps_ahead`: steps launched before one is read; by default 1 on a GPU, else 0.
+        give the plain twin. `steps_ahead`: steps launched before one is read; by default 2 on a GPU, else 0.
         `decode`: for requests with stop texts."""
         self.device = next(model.parameters()).device
         on_gpu = self.device.type == "cuda"
@@ -124,7 +126,7 @@ class Engine:
         """When the step before the next one to be read was done, if nothing came between."""
         self._min_rows = 1 if self.fusion is not None and self.fusion.any_height else MIN_STEP_TOKENS
         self._graphs = GraphPool(GRAPH_BYTES) if on_gpu and graphs else None
-        self._steps_ahead = int(on_gpu) if steps_ahead is None else steps_ahead
+        self._steps_ahead = (GPU_STEPS_AHEAD if on_gpu else 0) if steps_ahead is None else steps_ahead
         self._unread: deque[Launched] = deque()
         self._ready: list[Rollout] = []
         self._version = WeightVersion(0, fingerprint(model))
@@ -161,7 +163,7 @@ class Engine:
             except Exception:
                 self._forget_launched(plan)
                 raise
-            # On a GPU the step before this one is read while this one runs; nothing to run means all must be read.
+            # On a GPU earlier steps are read while this one waits or runs; nothing to run means all must be read.
             while len(self._unread) > (self._steps_ahead if plan.num_tokens else 0):
                 self._read(self._unread.popleft())
             self._forward_s += time.perf_counter() - started

@@ -66,20 +66,24 @@ class Demand:
         """Drafts that the next step may verify: what the strategy allows, or three quarters, half, three eighths and
         so on; few sizes, since each needs a CUDA graph."""
         self._num_steps += 1
-        if self._num_steps - self._seen_at.get(strategy, -STALE_STEPS) > STALE_STEPS:
-            self._each.pop(strategy, None)
+        recent = [one for one, seen_at in self._seen_at.items() if self._num_steps - seen_at <= STALE_STEPS]
+        if strategy not in recent:
+            # There is hardly more to draft than there was for one that matches as many tokens and had room to spare.
+            alike = (other for other in recent if other.min_match == strategy.min_match)
+            needed = [self._each[other] for other in alike if self._each[other] < other.drafts_each]
+            self._each[strategy] = REGROWTH * max(needed, default=strategy.drafts_each)
         self._seen_at[strategy] = self._num_steps
         each, less, still_less = strategy.drafts_each, 3 / 4, 2 / 3
-        while each * less >= max(self._each.get(strategy, each), 1 / batch):
+        while each * less >= max(self._each[strategy], 1 / batch):
             each *= less
             less, still_less = still_less, less
         return math.ceil(each * batch)
 
     def observe(self, strategy: Strategy, batch: int, asked: int, given: int, num_drafted: int) -> None:
         """A step for which room was `asked` had room for `given` drafts, and had `num_drafted`."""
-        before = self._each.get(strategy, MARGIN * strategy.drafts_each)
         if not given:
             return
+        before = self._each[strategy]
         if num_drafted >= given - 1:
             # From what was asked, not from what was given: sizes that are rounded down would never be left again.
             self._each[strategy] = max(before, REGROWTH * max(asked, num_drafted) / batch)

@@ -5,13 +5,16 @@ forward may run in bfloat16 under autocast. The model stays in the mode it came 
 engine's probabilities wants one function).
 
 Invariants: the weights never take a step from a loss or gradient that is not finite; micro-batch size and packing do
-not change an update beyond rounding; state_dict, load_state_dict and the same samples give the same bits on a CPU.
+not change an update beyond rounding; state_dict, load_state_dict and the same samples give the same bits on a CPU, and
+on a GPU if the recipe asks for it.
 Axes: T packed tokens, N response tokens, D hidden.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -89,6 +92,8 @@ class Trainer:
         self.clip_high = self.recipe.clip_high if algorithm.clip_high is None else algorithm.clip_high
         self.aggregation = self.recipe.aggregation if algorithm.aggregation == "auto" else algorithm.aggregation
         self.device = self.parameters[0].device
+        if training.deterministic and self.device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it before it promises anything
         self.dtype = resolve_precision(training.precision, self.device)
         self.steps_done = 0
         self.stage: Literal["supervised", "policy"] = "policy"
@@ -123,12 +128,13 @@ class Trainer:
         total, done = sum(len(sample.response_ids) for sample in samples), 0
         metrics: Metrics = {}
         for update in updates:
-            for part, num_tokens in self.accumulate_gradients(update, old):
-                merge_metrics(metrics, part)
-                done += num_tokens
-                if on_progress is not None:
-                    on_progress(done, total)
-            norm = self._update(lr, [sample.uid for sample in update])
+            with self._as_promised():
+                for part, num_tokens in self.accumulate_gradients(update, old):
+                    merge_metrics(metrics, part)
+                    done += num_tokens
+                    if on_progress is not None:
+                        on_progress(done, total)
+                norm = self._update(lr, [sample.uid for sample in update])
             one_update: Metrics = {"actor/pg_loss": (torch.zeros_like(norm), 1.0), "actor/grad_norm": (norm, 1.0)}
             merge_metrics(metrics, one_update)
         if on_progress is not None:
@@ -209,13 +215,14 @@ class Trainer:
         self._enter("supervised")
         num_tokens = sum(len(response_ids) for _, response_ids in pairs)
         metrics: Metrics = {}
-        for batch in self._micro_batches(pairs):
-            logprobs_N, _ = self._logprobs(self.model, batch, 1.0)
-            loss = -logprobs_N.sum() / num_tokens
-            names = [f"pair {index}" for index in batch.members]
-            self._backward(loss, logprobs_N, names, batch.response_lengths)
-            merge_metrics(metrics, {"warmup/loss": (-logprobs_N.detach().sum(), float(len(logprobs_N)))})
-        norm = self._update(lr, [f"pair {index}" for index in range(len(pairs))])
+        with self._as_promised():
+            for batch in self._micro_batches(pairs):
+                logprobs_N, _ = self._logprobs(self.model, batch, 1.0)
+                loss = -logprobs_N.sum() / num_tokens
+                names = [f"pair {index}" for index in batch.members]
+                self._backward(loss, logprobs_N, names, batch.response_lengths)
+                merge_metrics(metrics, {"warmup/loss": (-logprobs_N.detach().sum(), float(len(logprobs_N)))})
+            norm = self._update(lr, [f"pair {index}" for index in range(len(pairs))])
         return {**mean_metrics({**metrics, "warmup/grad_norm": (norm, 1.0)}), "warmup/lr": lr}
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,6 +236,18 @@ class Trainer:
         for group, (betas, weight_decay) in zip(self.optimizer.param_groups, settings, strict=True):
             group["betas"], group["weight_decay"] = betas, weight_decay
         self.steps_done, self.stage = state["steps_done"], state["stage"]
+
+    @contextmanager
+    def _as_promised(self) -> Iterator[None]:
+        """If asked for, without the kernels whose sums come out in the order of chance; only here, since the engine has
+        none of them, and torch's promise would slow it down."""
+        before = torch.are_deterministic_algorithms_enabled()
+        if self.training.deterministic and self.device.type == "cuda":
+            torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
 
     def _enter(self, stage: Literal["supervised", "policy"]) -> None:
         # Moments of one loss are the wrong scale for the other's first steps.

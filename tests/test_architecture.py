@@ -50,9 +50,9 @@ PURE = {
     "the nouns": ["slipstream", "slipstream.types", "slipstream.rng", "slipstream.config"],
     "schedule": [
         f"slipstream.schedule.{name}"
-        for name in ("allocation", "dispatch", "events", "lengths", "order", "scheduler", "speeds")
+        for name in ("allocation", "dispatch", "events", "fleet", "lengths", "order", "scheduler", "speeds", "tiers")
     ],
-    "simulate": [f"slipstream.simulate.{name}" for name in ("pipeline", "worker", "workloads")],
+    "simulate": [f"slipstream.simulate.{name}" for name in ("worker", "workloads", "world")],
     "engine": [
         "slipstream.engine.pages",
         "slipstream.engine.sequences",

@@ -19,6 +19,7 @@ from slipstream.config import Config, build_config
 from slipstream.schedule.events import (
     BY_NAME,
     Action,
+    CloseStep,
     DraftChosen,
     Evaluate,
     Evaluated,
@@ -26,15 +27,22 @@ from slipstream.schedule.events import (
     Finish,
     Generate,
     GroupScored,
+    HandedBack,
     PushWeights,
     Record,
+    RolloutEnded,
+    RolloutsAsked,
     RunBegan,
+    Sample,
     Save,
     Saved,
     StepTrained,
     StopAsked,
+    TakeBack,
     Train,
     WeightsLive,
+    WorkerJoined,
+    WorkerLeft,
     from_record,
     to_record,
 )
@@ -313,6 +321,9 @@ EVERY_KIND = [
     DraftChosen(8, "2 drafts, 2+", "it pays"),
     Generate(1, 2), Train(1, (2, 3)), Train(1, ()), PushWeights(1), Evaluate(1), Record(1), Save(1, 3, False),
     Finish("done"),
+    WorkerJoined("a", 8, ((1, 0.5), (8, 1.0))), WorkerLeft("a", (("1/0/0", 5),)), RolloutsAsked(1, (("1/0/0", "p"),)),
+    RolloutEnded("1/0/0", 7), HandedBack("1/0/0", 5), Sample("a", "1/0/0", 5), TakeBack("a", "1/0/0"),
+    CloseStep(1, ("1/0/0",)),
 ]  # fmt: skip
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from slipstream.schedule.fleet import Rules
 from slipstream.schedule.speeds import SpeedCurve
-from slipstream.simulate.pipeline import Costs, System, bubble_share, simulate, step_s
 from slipstream.simulate.workloads import PRESETS, LongTail, SimulatedStep, recorded_steps
+from slipstream.simulate.world import Change, Costs, System, simulate
 
 FLAT = SpeedCurve(((1, 1.0),))
 SEEN = SpeedCurve(((1, 0.0084), (8, 0.0091), (32, 0.0103), (128, 0.0153), (512, 0.0369)))
+PLAIN = Rules("round robin")
 SYSTEMS = {
-    "colocated": System(colocated=True),
-    "apart": System(colocated=False),
-    "streamed": System(colocated=False, streams=True),
-    "one step behind": System(colocated=False, streams=True, staleness=1),
+    "colocated": System(PLAIN, colocated=True),
+    "apart": System(PLAIN),
+    "streamed": System(PLAIN, streams=True),
+    "one step behind": System(Rules("round robin", staleness=1), streams=True),
+    "one after another": System(Rules("round robin", staleness=1, mixes_steps=False), streams=True),
 }
 
 
@@ -40,44 +41,43 @@ def test_two_steps_by_hand() -> None:
     def run(name: str) -> list[tuple[float, float, float]]:
         system = SYSTEMS[name]
         times = simulate(system, costs, work, num_gpus=2, train_gpus=0 if system.colocated else 1)
-        return [(step.sampled_s, step.trained_s, step.ready_s) for step in times]
+        return [(step.sampled_s, step.trained_s, step.ready_s) for step in times.steps]
 
     assert run("colocated") == [(10, 13.5, 14.5), (24.5, 28, 29)], "14 tokens on two GPUs: 3.5 s"
     assert run("apart") == [(10, 17, 18), (28, 35, 36)], "7 s on one"
     assert run("streamed") == [(10, 15, 16), (26, 31, 32)], "the short one is trained while the long one goes on"
-    assert run("one step behind") == [(10, 15, 16), (20, 25, 26)], "the second begins with the first weights, at 10"
+    assert run("one step behind") == [(10, 15, 16), (10, 22, 23)], "there is room for the second beside the first"
+    assert run("one after another") == [(10, 15, 16), (20, 25, 26)], "the second begins with the first weights, at 10"
 
 
 def test_bubbles_and_the_time_of_a_step_by_hand() -> None:
     costs = Costs(FLAT, slots=8, gpus_a_worker=1, train_gpu_s=0.5)
     times = simulate(SYSTEMS["apart"], costs, steps_of(*[[4.0, 10.0]] * 5), num_gpus=2, train_gpus=1)
-    assert step_s(times) == 17 and bubble_share(times, 2) == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="at least 4 steps"):
-        step_s(times[:3])
+    assert times.step_s() == 17 and times.bubble_share == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="at least 6 steps"):
+        times.step_s(skip=4)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from(["round robin", "deadline"]), st.integers(0, 3), st.booleans(), st.integers(0, 99))
-def test_nobody_samples_with_weights_older_than_allowed(
-    dispatch: str, staleness: int, streams: bool, seed: int
-) -> None:
-    """By the record: a step's rollouts end after its first allowed weights were ready, by at least the shortest's time;
-    steps are trained in order, after they were sampled; and more staleness never takes longer."""
-    work = LongTail(40, 400).draw(num_prompts=12, prompts_per_step=6, samples=3, steps=6, seed=seed)
-    costs = Costs(SEEN, slots=4, gpus_a_worker=2, train_gpu_s=0.01, weights_s=0.3)
-    ends = []
-    for allowed in (staleness, staleness + 1):
-        system = System(colocated=False, dispatch=dispatch, streams=streams, staleness=allowed)
-        times = simulate(system, costs, work, num_gpus=9, train_gpus=3)
-        for number, step in enumerate(times):
-            assert step.sampled_s <= step.trained_s and step.ready_s == pytest.approx(step.trained_s + 0.3)
-            if number:
-                assert times[number - 1].trained_s <= step.trained_s
-            if number > allowed:
-                quickest = min(work[number].lengths.values()) * SEEN.token_s(1)
-                assert step.sampled_s >= times[number - 1 - allowed].ready_s + quickest
-        ends.append(times[-1].trained_s)
-    assert ends[1] <= ends[0] + 1e-9
+def test_drafts_and_a_worker_that_dies_by_hand() -> None:
+    """Two rollouts of 10 tokens on two workers; one dies after 4 s, and its rollout goes on beside the other."""
+    costs = Costs(
+        SpeedCurve(((1, 1.0), (2, 2.0))),
+        slots=8,
+        gpus_a_worker=1,
+        train_gpu_s=1e-9,
+        prefill_share=0.5,
+        tokens_a_step=((1, 2.0),),
+        step_with_drafts=1.25,
+    )
+    work = steps_of([10.0, 10.0])
+    drafted = simulate(System(PLAIN, drafts=True), costs, work, num_gpus=3, train_gpus=1)
+    assert drafted.steps[0].sampled_s == pytest.approx(10 * 1.25 / 2)
+    broken = simulate(System(PLAIN), costs, work, num_gpus=3, train_gpus=1, changes=[Change(4.0, "leave", "w1")])
+    # The other has 6 to go, this one 6 and 2 for the keys of its 4: both at 2 s a token, then 2 alone.
+    assert broken.steps[0].sampled_s == pytest.approx(4 + 6 * 2 + 2)
+    with pytest.raises(RuntimeError, match="no worker is left"):
+        gone = [Change(1.0, "leave", "w0"), Change(2.0, "leave", "w1")]
+        simulate(System(PLAIN), costs, work, num_gpus=3, train_gpus=1, changes=gone)
 
 
 def test_each_mechanism_makes_steps_shorter_where_training_is_a_third() -> None:
@@ -86,7 +86,7 @@ def test_each_mechanism_makes_steps_shorter_where_training_is_a_third() -> None:
     took = {}
     for name, system in SYSTEMS.items():
         splits = [0] if system.colocated else range(4, 13, 4)
-        took[name] = min(step_s(simulate(system, costs, work, num_gpus=16, train_gpus=split)) for split in splits)
+        took[name] = min(simulate(system, costs, work, num_gpus=16, train_gpus=split).step_s() for split in splits)
     assert took["one step behind"] < took["streamed"] < took["apart"] and took["one step behind"] < took["colocated"]
 
 
@@ -103,10 +103,8 @@ def test_what_cannot_be_is_refused() -> None:
         simulate(SYSTEMS["apart"], costs, steps_of([1.0]), num_gpus=6, train_gpus=3)
     with pytest.raises(ValueError, match="give train_gpus"):
         simulate(SYSTEMS["apart"], costs, steps_of([1.0]), num_gpus=8)
-    with pytest.raises(ValueError, match="unknown dispatch 'best'; known: deadline"):
-        System(colocated=True, dispatch="best")
     with pytest.raises(ValueError, match="can neither stream nor overlap"):
-        System(colocated=True, streams=True)
+        System(PLAIN, colocated=True, streams=True)
 
 
 # Workloads.

@@ -42,7 +42,7 @@ def by_deadline(lengths: Mapping[str, float], workers: Sequence[WorkerSpec]) -> 
 def earliest(lengths: Mapping[str, float], workers: Sequence[WorkerSpec]) -> tuple[Plan, float]:
     """The earliest deadline, to a thousandth, that first-fit from the longest on can keep, and how. If lengths are as
     forecast nobody ends after it."""
-    order = _longest_first(lengths)
+    order = longest_first(lengths)
     crew = sorted(workers, key=lambda worker: worker.curve.token_s(1))
     low = high = lengths[order[0]] * crew[0].curve.token_s(1) if order else 0.0
     while (plan := _first_fit(order, lengths, crew, high)) is None:
@@ -138,7 +138,7 @@ def skewness_split(lengths: Mapping[str, float], workers: Sequence[WorkerSpec], 
 
     Workers that are fastest alone take the tail; within a part, rollouts go round.
     """
-    order = _longest_first(lengths)
+    order = longest_first(lengths)
     by_speed = sorted(workers, key=lambda worker: worker.curve.token_s(1))
     num_long = math.ceil(TAIL_SHARE * len(order))
     parts = order[:num_long], order[num_long:]
@@ -179,5 +179,5 @@ DISPATCHES: dict[str, Dispatch] = {
 }
 
 
-def _longest_first(lengths: Mapping[str, float]) -> list[str]:
+def longest_first(lengths: Mapping[str, float]) -> list[str]:
     return sorted(lengths, key=lambda uid: (-lengths[uid], uid))

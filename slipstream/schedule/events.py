@@ -1,4 +1,8 @@
-"""What happens (facts) and what shall be done (actions): frozen records, the same in a real and a simulated world."""
+"""What happens (facts) and what shall be done (actions): frozen records, the same in a real and a simulated world.
+
+Two state machines speak it: `scheduler.py`, which leads a run from step to step, and `fleet.py`, which shares out the
+rollouts of those steps among workers.
+"""
 
 from __future__ import annotations
 
@@ -120,21 +124,104 @@ class Finish:
 
 Action = Generate | Train | PushWeights | Evaluate | Record | Save | Finish
 
+
+# The fleet.
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    worker: str
+    slots: int
+    """Sequences at once."""
+    points: tuple[tuple[int, float], ...]
+    """Its speed: (sequences, seconds of a step)."""
+    tokens_a_step: tuple[tuple[int, float], ...] = ((1, 1.0),)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    """It died or was given back. What it was sampling is handed back with as many tokens as are known."""
+
+    worker: str
+    tokens: tuple[tuple[str, int], ...] = ()
+    """(rollout, tokens sampled so far)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutsAsked:
+    """The rollouts of a step, all at once: (rollout, its prompt)."""
+
+    step: int
+    rollouts: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEnded:
+    rollout: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandedBack:
+    """A worker no longer samples this, as it was told, and has this many tokens of it."""
+
+    rollout: str
+    num_tokens: int
+
+
+FleetEvent = WorkerJoined | WorkerLeft | RolloutsAsked | RolloutEnded | HandedBack | WeightsLive
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Begin a rollout on this worker, or go on with it from the tokens it has."""
+
+    worker: str
+    rollout: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """Stop sampling this, and hand it back."""
+
+    worker: str
+    rollout: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStep:
+    """These are the rollouts that the step is trained on."""
+
+    step: int
+    rollouts: tuple[str, ...]
+
+
+FleetAction = Sample | TakeBack | CloseStep
+
+Item = Event | Action | FleetEvent | FleetAction
+
 BY_NAME: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *(RunBegan, GroupScored, StepTrained, WeightsLive, Evaluated, Saved, StopAsked, DraftChosen),
         *(Generate, Train, PushWeights, Evaluate, Record, Save, Finish),
+        *(WorkerJoined, WorkerLeft, RolloutsAsked, RolloutEnded, HandedBack),
+        *(Sample, TakeBack, CloseStep),
     )
 }
 
 
-def to_record(item: Event | Action) -> tuple[str, dict[str, Any]]:
+def to_record(item: Item) -> tuple[str, dict[str, Any]]:
     """(name, fields) for the event log."""
     return type(item).__name__, asdict(item)
 
 
-def from_record(name: str, fields: dict[str, Any]) -> Event | Action:
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    item: Event | Action = BY_NAME[name](**values)
+def from_record(name: str, fields: dict[str, Any]) -> Item:
+    item: Item = BY_NAME[name](**{key: _frozen(value) for key, value in fields.items()})
     return item
+
+
+def _frozen(value: Any) -> Any:
+    """Lists, which is what JSON has, as the tuples they were."""
+    return tuple(_frozen(one) for one in value) if isinstance(value, list) else value

@@ -21,6 +21,8 @@ class SimulatedWorker:
     now_s: float = 0.0
     busy_slot_s: float = 0.0
     """Sequences x seconds so far."""
+    busy_s: float = 0.0
+    """Seconds with a sequence at least."""
     _waiting: deque[tuple[str, float]] = field(default_factory=deque)
     _running: list[tuple[float, int, str]] = field(default_factory=list)
     """(progress at its end, order of admission, uid)."""
@@ -52,15 +54,21 @@ class SimulatedWorker:
         ended = []
         while (end_s := self.next_end_s()) is not None and end_s <= now_s:
             self.busy_slot_s += len(self._running) * (end_s - self.now_s)
+            self.busy_s += end_s - self.now_s
             self._progress, _, uid = heapq.heappop(self._running)
             self.now_s = end_s
             ended.append((end_s, uid))
             self._admit()
         if self._running:
             self.busy_slot_s += len(self._running) * (now_s - self.now_s)
+            self.busy_s += now_s - self.now_s
             self._progress += (now_s - self.now_s) / self.spec.curve.token_s(len(self._running))
         self.now_s = now_s
         return ended
+
+    def tokens_to_go(self) -> dict[str, float]:
+        """Of everything that is here."""
+        return {uid: end - self._progress for end, _, uid in self._running} | dict(self._waiting)
 
     def withdraw(self, uid: str) -> float:
         """Take a rollout out, to go on elsewhere or later: the tokens it has to go; KeyError if it is not here."""

@@ -1,0 +1,326 @@
+"""A fleet without GPUs: workers that decode, a trainer and its weights, led by the scheduler of a real one. Pure.
+
+A heap of what happens next: a worker's next rollout ends, a step is trained, its weights arrive, a worker joins or
+leaves. Each is told to `schedule.fleet.Fleet`, and what that wants done is done at once; the rest is arithmetic. The
+same seed gives the same run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+from slipstream.schedule.dispatch import WorkerSpec
+from slipstream.schedule.events import (
+    CloseStep,
+    FleetEvent,
+    HandedBack,
+    RolloutEnded,
+    RolloutsAsked,
+    Sample,
+    TakeBack,
+    WeightsLive,
+    WorkerJoined,
+    WorkerLeft,
+)
+from slipstream.schedule.fleet import Fleet, Forecast, Rules
+from slipstream.schedule.speeds import SpeedCurve
+from slipstream.simulate.worker import SimulatedWorker
+from slipstream.simulate.workloads import SimulatedStep
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Who does what when."""
+
+    rules: Rules = field(default_factory=Rules)
+    colocated: bool = False
+    """Generation and training take turns on all GPUs; else each has its own."""
+    streams: bool = False
+    """Groups are trained as they are done; else a step at once."""
+    drafts: bool = False
+    """Workers decode at the speed they have with drafts."""
+    foresees: bool = False
+    """Lengths are known, not forecast: nobody has that, and it shows what forecasts could be worth."""
+
+    def __post_init__(self) -> None:
+        if self.colocated and (self.streams or self.rules.staleness):
+            raise ValueError("what shares its GPUs can neither stream nor overlap: leave out streams and staleness")
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    curve: SpeedCurve
+    """Of one worker without drafts."""
+    slots: int
+    gpus_a_worker: int
+    train_gpu_s: float
+    """GPU-seconds of training a token."""
+    weights_s: float = 0.0
+    """From the end of training until all workers have the weights."""
+    prefill_share: float = 0.005
+    """Of the time of decoding a token: that of computing its keys again when a rollout goes on elsewhere."""
+    tokens_a_step: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    """With drafts: (sequences, tokens that each gets)."""
+    step_with_drafts: float = 1.0
+    """Times that a step takes longer with drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A worker dies or is given back, or another one comes."""
+
+    at_s: float
+    kind: Literal["join", "leave"]
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    sampled_s: float
+    """When the last of its rollouts ended."""
+    trained_s: float
+    ready_s: float
+    """When its weights were on the workers."""
+    rollouts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    steps: list[StepTimes]
+    num_gpus: int
+    decoding_gpu_s: float
+    """Of workers with something to decode."""
+    training_gpu_s: float
+    num_moved: int
+    """Rollouts taken from one worker and given to another, or begun again."""
+    num_events: int
+
+    @property
+    def bubble_share(self) -> float:
+        """GPU-time in which nothing was decoded or trained, of all until the last step was trained."""
+        return 1 - (self.decoding_gpu_s + self.training_gpu_s) / (self.steps[-1].trained_s * self.num_gpus)
+
+    def step_s(self, skip: int = 2) -> float:
+        """Seconds from one step to the next, past the first `skip`, in which pipelines fill."""
+        if len(self.steps) <= skip + 1:
+            raise ValueError(f"at least {skip + 2} steps are needed to tell the time of one")
+        return (self.steps[-1].trained_s - self.steps[skip].trained_s) / (len(self.steps) - 1 - skip)
+
+
+def simulate(
+    system: System,
+    costs: Costs,
+    steps: Sequence[SimulatedStep],
+    *,
+    num_gpus: int,
+    train_gpus: int = 0,
+    changes: Sequence[Change] = (),
+) -> Outcome:
+    """`train_gpus` of `num_gpus` train, if they are not shared."""
+    return World(system, costs, steps, num_gpus=num_gpus, train_gpus=train_gpus, changes=changes).run()
+
+
+class World:
+    def __init__(
+        self,
+        system: System,
+        costs: Costs,
+        steps: Sequence[SimulatedStep],
+        *,
+        num_gpus: int,
+        train_gpus: int,
+        changes: Sequence[Change] = (),
+    ) -> None:
+        num_workers = (num_gpus if system.colocated else num_gpus - train_gpus) // costs.gpus_a_worker
+        if num_workers < 1:
+            raise ValueError(
+                f"{num_gpus} GPUs with {train_gpus} for training leave no worker of {costs.gpus_a_worker}: give more"
+            )
+        if not system.colocated and train_gpus < 1:
+            raise ValueError("training needs GPUs of its own: give train_gpus")
+        self._system, self._costs, self._num_gpus = system, costs, num_gpus
+        self._lengths = {uid: length for step in steps for uid, length in step.lengths.items()}
+        self._asks = [
+            RolloutsAsked(number, tuple((uid, step.prompts[uid]) for uid in step.lengths))
+            for number, step in enumerate(steps, start=1)
+        ]
+        forecast: Forecast | None = (lambda uid, prompt: self._lengths[uid]) if system.foresees else None
+        self.fleet = Fleet(system.rules, forecast)
+        self._trainer = _Trainer(system.streams, costs.train_gpu_s / (num_gpus if system.colocated else train_gpus))
+        self._groups: dict[str, _Group] = {}
+        for ask in self._asks:
+            here: dict[str, _Group] = {}
+            for uid, prompt in ask.rollouts:
+                group = self._groups[uid] = here.setdefault(prompt, _Group(ask.step))
+                group.num_left += 1
+                group.num_tokens += self._lengths[uid]
+        curve = costs.curve
+        if system.drafts:
+            points = tuple((batch, seconds * costs.step_with_drafts) for batch, seconds in curve.points)
+            curve = SpeedCurve(points, costs.tokens_a_step)
+        self._curve = curve
+        self._workers: dict[str, SimulatedWorker] = {}
+        self._stamps: dict[str, int] = {}
+        self._numbers = count()
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._closed: dict[int, tuple[str, ...]] = {}
+        self._sampled_s: dict[int, float] = {}
+        self._done: list[StepTimes] = []
+        self._busy_s = 0.0
+        self._num_moved = self._num_events = 0
+        self.now_s = 0.0
+        self._at(0.0, lambda: self._begin(num_workers))
+        for change in changes:
+            self._at(change.at_s, lambda change=change: self._change(change))  # type: ignore[misc]
+
+    def run(self) -> Outcome:
+        while self._heap and len(self._done) < len(self._asks):
+            self.now_s, _, happen = heapq.heappop(self._heap)
+            happen()
+        if len(self._done) < len(self._asks):
+            raise RuntimeError(f"step {len(self._done) + 1} is never done: no worker is left")
+        busy_s = self._busy_s + sum(worker.busy_s for worker in self._workers.values())
+        return Outcome(
+            steps=self._done,
+            num_gpus=self._num_gpus,
+            decoding_gpu_s=busy_s * self._costs.gpus_a_worker,
+            training_gpu_s=sum(self._lengths.values()) * self._costs.train_gpu_s,
+            num_moved=self._num_moved,
+            num_events=self._num_events,
+        )
+
+    def _at(self, at_s: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (at_s, next(self._numbers), happen))
+
+    def _tell(self, event: FleetEvent) -> None:
+        self._num_events += 1
+        for action in self.fleet.on_event(event, self.now_s):
+            match action:
+                case Sample():
+                    self._sample(action)
+                case TakeBack():
+                    self._take_back(action)
+                case CloseStep():
+                    self._closed[action.step] = action.rollouts
+                    self._sampled_s[action.step] = self.now_s
+                    self._train()
+
+    def _begin(self, num_workers: int) -> None:
+        for number in range(num_workers):
+            self._join(f"w{number}")
+        for ask in self._asks:
+            self._tell(ask)
+        self._tell(WeightsLive(0))
+
+    def _change(self, change: Change) -> None:
+        if change.kind == "join" and change.worker not in self._workers:
+            self._join(change.worker)
+        elif change.kind == "leave" and change.worker in self._workers:
+            worker = self._workers.pop(change.worker)
+            worker.advance(self.now_s)
+            self._busy_s += worker.busy_s
+            self._stamps[change.worker] = -1
+            left = worker.tokens_to_go()
+            tokens = tuple((uid, self._sampled(uid, to_go)) for uid, to_go in left.items())
+            self._tell(WorkerLeft(change.worker, tokens))
+
+    def _join(self, name: str) -> None:
+        spec = WorkerSpec(name, self._curve, self._costs.slots)
+        self._workers[name] = SimulatedWorker(spec, now_s=self.now_s)
+        self._tell(WorkerJoined(name, spec.slots, self._curve.points, self._curve.tokens_a_step))
+
+    def _sampled(self, uid: str, to_go: float) -> int:
+        """Tokens that a rollout has; one at least is left to be sampled."""
+        return max(0, min(int(self._lengths[uid] - to_go), int(self._lengths[uid]) - 1))
+
+    def _sample(self, action: Sample) -> None:
+        worker = self._workers[action.worker]
+        assert worker.num_running < worker.spec.slots, f"{action.worker} has no slot left"
+        worker.advance(self.now_s)
+        again = action.num_tokens * self._costs.prefill_share
+        worker.submit(action.rollout, self._lengths[action.rollout] - action.num_tokens + again)
+        self._expect_end(worker)
+
+    def _take_back(self, action: TakeBack) -> None:
+        worker = self._workers[action.worker]
+        worker.advance(self.now_s)
+        if action.rollout not in worker.tokens_to_go():
+            return  # it has just ended, which the fleet is about to hear
+        to_go = worker.withdraw(action.rollout)
+        self._expect_end(worker)
+        self._num_moved += 1
+        self._tell(HandedBack(action.rollout, self._sampled(action.rollout, to_go)))
+
+    def _expect_end(self, worker: SimulatedWorker) -> None:
+        stamp = self._stamps[worker.spec.name] = next(self._numbers)
+        end_s = worker.next_end_s()
+        if end_s is not None:
+            self._at(max(end_s, self.now_s), lambda: self._end(worker, stamp))
+
+    def _end(self, worker: SimulatedWorker, stamp: int) -> None:
+        if self._stamps[worker.spec.name] != stamp:
+            return  # its batch has changed since
+        ended = worker.advance(worker.next_end_s() or self.now_s)
+        self._expect_end(worker)
+        for _, uid in ended:
+            group = self._groups.pop(uid)
+            group.num_left -= 1
+            if not group.num_left:
+                self._trainer.take_in(group.step, group.num_tokens, self.now_s)
+            self._tell(RolloutEnded(uid, int(self._lengths[uid])))
+
+    def _train(self) -> None:
+        """If the step that is next in turn is closed: when will it be done?"""
+        step = self._trainer.step
+        if step in self._closed and not self._trainer.is_ending:
+            num_tokens = sum(self._lengths[uid] for uid in self._closed[step])
+            self._at(self._trainer.end(num_tokens, self.now_s), self._trained)
+
+    def _trained(self) -> None:
+        step = self._trainer.step
+        ready_s = self.now_s + self._costs.weights_s
+        self._done.append(StepTimes(self._sampled_s[step], self.now_s, ready_s, self._closed.pop(step)))
+        self._trainer.go_on(self.now_s)
+        self._at(ready_s, lambda: self._tell(WeightsLive(step)))
+        self._train()
+
+
+@dataclass(slots=True)
+class _Group:
+    step: int
+    num_left: int = 0
+    num_tokens: float = 0.0
+
+
+class _Trainer:
+    """When it will be done with what it was given."""
+
+    def __init__(self, streams: bool, token_s: float) -> None:
+        self.step = 1
+        self.is_ending = False
+        self._streams, self._token_s = streams, token_s
+        self._free_s = 0.0
+        self._early: dict[int, float] = {}
+        """Tokens of groups that belong to steps to come."""
+
+    def take_in(self, step: int, num_tokens: float, now_s: float) -> None:
+        if not self._streams:
+            return
+        if step > self.step:
+            self._early[step] = self._early.get(step, 0.0) + num_tokens
+        else:
+            self._free_s = max(self._free_s, now_s) + num_tokens * self._token_s
+
+    def end(self, num_tokens: float, now_s: float) -> float:
+        self.is_ending = True
+        if not self._streams:
+            self._free_s = max(self._free_s, now_s) + num_tokens * self._token_s
+        return max(self._free_s, now_s)
+
+    def go_on(self, now_s: float) -> None:
+        self.step, self.is_ending = self.step + 1, False
+        self._free_s = max(self._free_s, now_s) + self._early.pop(self.step, 0.0) * self._token_s

@@ -117,6 +117,56 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, e.g. runs/qui
     typer.echo(write_report(run))
 
 
+@app.command()
+def simulate(
+    size: Annotated[float, typer.Option(help="Billions of weights of the model.")] = 7.0,
+    gpu: Annotated[str, typer.Option(help="a100, h20, h800, h100, h200, b200, l40s or rtx4090.")] = "h100",
+    gpus: Annotated[int, typer.Option(help="How many.")] = 32,
+    lengths: Annotated[str, typer.Option(help="Lengths of rollouts, by the limit: 5k, 10k, 20k or 32k.")] = "20k",
+    prompts: Annotated[int, typer.Option(help="Prompts of a step.", min=1)] = 128,
+    samples: Annotated[int, typer.Option(help="Samples of a prompt.", min=1)] = 8,
+    steps: Annotated[int, typer.Option(help="Steps to simulate.")] = 12,
+    training: Annotated[str, typer.Option(help="grpo or ppo, which has a critic to train too.")] = "grpo",
+    systems: Annotated[str, typer.Option(help="Which systems, separated by semicolons.")] = "all",
+    curve: Annotated[
+        Path | None, typer.Option(help="Measured decoding: a file of slipstream bench engine --json; with --shape.")
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help="Which shape of that file a worker runs.")] = None,
+    scaling: Annotated[
+        str, typer.Option(help="Also on so many GPUs, separated by commas, with as many rollouts for each.")
+    ] = "",
+    seed: Annotated[int, typer.Option(help="Of the lengths drawn.")] = 0,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write plots to this page.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Compare systems of RL on GPUs you need not have: step times, and how long GPUs are idle.
+
+    Each system is given its best split between sampling and training. For example:
+    slipstream simulate --size 32 --gpu h100 --gpus 64 --lengths 20k --scaling 8,64,512 --html simulated.html
+
+    Only two of them: slipstream simulate --systems "colocated; Slipstream"
+    """
+    from slipstream.simulate.show import show_comparison
+
+    show_comparison(
+        billions=size,
+        gpu=gpu,
+        num_gpus=gpus,
+        lengths=lengths,
+        prompts=prompts,
+        samples=samples,
+        steps=steps,
+        seed=seed,
+        training=training,
+        systems=systems,
+        curve_file=curve,
+        shape=shape,
+        scaling=[_whole_number(text, "--scaling") for text in scaling.split(",")] if scaling else [],
+        html_file=html_file,
+        json_file=json_file,
+    )
+
+
 @bench.command("engine")
 def bench_engine(
     shapes: Annotated[

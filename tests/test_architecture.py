@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"types", "config", "rng"},
     "observe": {"types", "config", "rng"},
     "schedule": {"types", "config", "rng"},
-    "simulate": {"types", "config", "rng", "schedule"},
+    "simulate": {"types", "config", "rng", "schedule", "observe"},
     "history": {"types"},
     "engine": {"types", "config", "rng", "models"},
     "draft": {"types", "config", "rng", "models", "engine", "history"},
@@ -40,7 +40,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "draft",
         "train",
     },
-    "cli": {"types", "config", "rng", "tasks", "models", "observe", "schedule", "engine", "train", "runtime", TOP},
+    "cli": {
+        *("types", "config", "rng", "tasks", "models", "observe", "schedule", "simulate", "engine", "train", "runtime"),
+        TOP,
+    },
     TOP: {"types", "config", "runtime"},
 }
 
@@ -52,7 +55,9 @@ PURE = {
         f"slipstream.schedule.{name}"
         for name in ("allocation", "dispatch", "events", "fleet", "lengths", "order", "scheduler", "speeds", "tiers")
     ],
-    "simulate": [f"slipstream.simulate.{name}" for name in ("worker", "workloads", "world")],
+    "simulate": [
+        f"slipstream.simulate.{name}" for name in ("costs", "show", "study", "systems", "worker", "workloads", "world")
+    ],
     "engine": [
         "slipstream.engine.pages",
         "slipstream.engine.sequences",

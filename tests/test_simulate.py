@@ -53,9 +53,9 @@ def test_two_steps_by_hand() -> None:
 def test_bubbles_and_the_time_of_a_step_by_hand() -> None:
     costs = Costs(FLAT, slots=8, gpus_a_worker=1, train_gpu_s=0.5)
     times = simulate(SYSTEMS["apart"], costs, steps_of(*[[4.0, 10.0]] * 5), num_gpus=2, train_gpus=1)
-    assert times.step_s() == 17 and times.bubble_share == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="at least 6 steps"):
-        times.step_s(skip=4)
+    assert times.step_s == 17 and times.idle_share == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="at least 4 steps"):
+        simulate(SYSTEMS["apart"], costs, steps_of(*[[4.0, 10.0]] * 3), num_gpus=2, train_gpus=1).step_s  # noqa: B018
 
 
 def test_drafts_and_a_worker_that_dies_by_hand() -> None:
@@ -66,12 +66,10 @@ def test_drafts_and_a_worker_that_dies_by_hand() -> None:
         gpus_a_worker=1,
         train_gpu_s=1e-9,
         prefill_share=0.5,
-        tokens_a_step=((1, 2.0),),
-        step_with_drafts=1.25,
     )
     work = steps_of([10.0, 10.0])
-    drafted = simulate(System(PLAIN, drafts=True), costs, work, num_gpus=3, train_gpus=1)
-    assert drafted.steps[0].sampled_s == pytest.approx(10 * 1.25 / 2)
+    drafted = simulate(System(PLAIN, drafts=((1, 1.6), (2, 1.2))), costs, work, num_gpus=3, train_gpus=1)
+    assert drafted.steps[0].sampled_s == pytest.approx(10 / 1.6)
     broken = simulate(System(PLAIN), costs, work, num_gpus=3, train_gpus=1, changes=[Change(4.0, "leave", "w1")])
     # The other has 6 to go, this one 6 and 2 for the keys of its 4: both at 2 s a token, then 2 alone.
     assert broken.steps[0].sampled_s == pytest.approx(4 + 6 * 2 + 2)
@@ -86,7 +84,7 @@ def test_each_mechanism_makes_steps_shorter_where_training_is_a_third() -> None:
     took = {}
     for name, system in SYSTEMS.items():
         splits = [0] if system.colocated else range(4, 13, 4)
-        took[name] = min(simulate(system, costs, work, num_gpus=16, train_gpus=split).step_s() for split in splits)
+        took[name] = min(simulate(system, costs, work, num_gpus=16, train_gpus=split).step_s for split in splits)
     assert took["one step behind"] < took["streamed"] < took["apart"] and took["one step behind"] < took["colocated"]
 
 

@@ -183,6 +183,51 @@ def health_curve(metrics: Metrics, name: str) -> Figure | None:
     return figure
 
 
+def lines(series: Mapping[str, Series], unit: str, along: str = "step") -> Figure:
+    """One line for each name."""
+    traces = [
+        _line(name, points, CYCLE[place % len(CYCLE)], dash=("solid", "dash")[place // len(CYCLE) % 2])
+        for place, (name, points) in enumerate(series.items())
+    ]
+    figure = _figure(traces, unit)
+    layout = figure["layout"]
+    layout["xaxis"]["title"]["text"] = along
+    layout["height"] = 420
+    layout["hovermode"] = "closest"
+    layout["legend"] = {"orientation": "v", "x": 1.02, "y": 1}
+    for trace in traces:
+        trace["hovertemplate"] = "%{fullData.name}: %{y:.4~g}<extra></extra>"
+    sizes = sorted({x for points in series.values() for x in points})
+    if len(sizes) > 2 and sizes[-1] >= 8 * sizes[0]:
+        layout["xaxis"] |= {"type": "log", "tickvals": sizes, "ticktext": [f"{size:,}" for size in sizes]}
+    return figure
+
+
+def ranking(values: Mapping[str, float], unit: str) -> Figure:
+    """A bar for each name, from the top down."""
+    names = list(values)
+    bar = {
+        "type": "bar",
+        "orientation": "h",
+        "y": names,
+        "x": list(values.values()),
+        "text": [f"{value:.3g}" for value in values.values()],
+        "textposition": "auto",
+        "marker": {"color": BLUE, "line": {"width": 0}},
+        "hovertemplate": "%{y}: %{x:.3g}<extra></extra>",
+    }
+    figure = _figure([bar | {"x": [0, 1]}], unit, legend=False)
+    figure["data"] = [bar]
+    layout = figure["layout"]
+    layout["height"] = 60 + 30 * len(names)
+    layout["hovermode"] = "closest"
+    layout["margin"] |= {"l": 160}
+    axis = {"zeroline": False, "automargin": True, "gridcolor": "rgba(128,128,128,0.18)"}
+    layout["xaxis"] = axis | {"title": {"text": unit}, "rangemode": "tozero"}
+    layout["yaxis"] = {"automargin": True, "autorange": "reversed", "showgrid": False}
+    return figure
+
+
 def figure_html(figure: Figure) -> str:
     """An empty <div> and its figure as JSON; `drawing_script` at the end of the page draws them all."""
     # "<" is escaped so that a metric named "</script>" cannot end the element.

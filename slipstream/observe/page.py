@@ -86,6 +86,10 @@ def card(heading: str, body_html: str, note: str = "") -> str:
     return f'<section class="card"><h3>{escape(heading)}</h3>{words}{body_html}</section>'
 
 
+def headline(text: str) -> str:
+    return f"<h1>{escape(text)}</h1>"
+
+
 def sentence(text: str) -> str:
     return f'<p class="soft">{escape(text)}</p>'
 

@@ -37,12 +37,11 @@ class LengthForecaster:
     def learn_step(self, lengths: Mapping[str, Sequence[float]]) -> None:
         """The lengths of a step's rollouts, by prompt. Cut rollouts count with the length they were cut at."""
         # Prompts differ, so drift is told by those that were here before: how far they are now from where they were.
-        shifts = [
-            math.log(length) - _mean((math.log(past), weight) for past, weight in known)
-            for prompt, group in lengths.items()
-            if (known := self._known(prompt))
-            for length in group
-        ]
+        shifts = []
+        for prompt, group in lengths.items():
+            if known := self._known(prompt):
+                before = _mean((math.log(past), weight) for past, weight in known)
+                shifts += [math.log(length) - before for length in group]
         if shifts:
             self._level += statistics.fmean(shifts)
         for prompt, group in lengths.items():

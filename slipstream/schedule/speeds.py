@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +13,7 @@ class SpeedCurve:
     """(sequences, seconds of a step), growing in both. Beyond the last point the last line goes on."""
     tokens_a_step: tuple[tuple[int, float], ...] = ((1, 1.0),)
     """(sequences, tokens that each gets): more than one with drafts. Beyond the last point it stays."""
+    _known: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         batches, seconds = zip(*self.points, strict=True) if self.points else ((), ())
@@ -24,17 +24,16 @@ class SpeedCurve:
 
     def token_s(self, batch: int) -> float:
         """Seconds in which each of `batch` sequences gets one more token."""
-        return _token_s(self, batch)
+        seconds = self._known.get(batch)
+        if seconds is None:
+            assert batch > 0
+            seconds = _line(self.points, batch, goes_on=True) / _line(self.tokens_a_step, batch, goes_on=False)
+            self._known[batch] = seconds
+        return seconds
 
     def extra_s(self, batch: int) -> float:
         """By how much a token of each takes longer once another joins `batch` sequences."""
         return self.token_s(batch + 1) - (self.token_s(batch) if batch else 0.0)
-
-
-@lru_cache(maxsize=1 << 16)
-def _token_s(curve: SpeedCurve, batch: int) -> float:
-    assert batch > 0
-    return _line(curve.points, batch, goes_on=True) / _line(curve.tokens_a_step, batch, goes_on=False)
 
 
 def _line(points: tuple[tuple[int, float], ...], x: int, goes_on: bool) -> float:

@@ -66,6 +66,10 @@ class SimulatedWorker:
         self.now_s = now_s
         return ended
 
+    def busy_until(self, now_s: float) -> float:
+        """Seconds with a sequence at least, up to a time after its last change."""
+        return self.busy_s + (now_s - self.now_s if self._running else 0.0)
+
     def tokens_to_go(self) -> dict[str, float]:
         """Of everything that is here."""
         return {uid: end - self._progress for end, _, uid in self._running} | dict(self._waiting)

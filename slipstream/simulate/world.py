@@ -31,6 +31,9 @@ from slipstream.schedule.speeds import SpeedCurve
 from slipstream.simulate.worker import SimulatedWorker
 from slipstream.simulate.workloads import SimulatedStep
 
+FILLING = 2
+"""Steps at the beginning in which pipelines fill."""
+
 
 @dataclass(frozen=True, slots=True)
 class System:
@@ -41,8 +44,8 @@ class System:
     """Generation and training take turns on all GPUs; else each has its own."""
     streams: bool = False
     """Groups are trained as they are done; else a step at once."""
-    drafts: bool = False
-    """Workers decode at the speed they have with drafts."""
+    drafts: tuple[tuple[int, float], ...] = ()
+    """(sequences, times the tokens a second with drafts, all told); none if empty."""
     foresees: bool = False
     """Lengths are known, not forecast: nobody has that, and it shows what forecasts could be worth."""
 
@@ -63,10 +66,6 @@ class Costs:
     """From the end of training until all workers have the weights."""
     prefill_share: float = 0.005
     """Of the time of decoding a token: that of computing its keys again when a rollout goes on elsewhere."""
-    tokens_a_step: tuple[tuple[int, float], ...] = ((1, 1.0),)
-    """With drafts: (sequences, tokens that each gets)."""
-    step_with_drafts: float = 1.0
-    """Times that a step takes longer with drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +85,36 @@ class StepTimes:
     ready_s: float
     """When its weights were on the workers."""
     rollouts: tuple[str, ...]
+    busy_gpu_s: float
+    """GPU-time spent decoding or training until it was trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     steps: list[StepTimes]
     num_gpus: int
-    decoding_gpu_s: float
-    """Of workers with something to decode."""
-    training_gpu_s: float
+    staleness: int
     num_moved: int
     """Rollouts taken from one worker and given to another, or begun again."""
     num_events: int
 
     @property
-    def bubble_share(self) -> float:
-        """GPU-time in which nothing was decoded or trained, of all until the last step was trained."""
-        return 1 - (self.decoding_gpu_s + self.training_gpu_s) / (self.steps[-1].trained_s * self.num_gpus)
+    def step_s(self) -> float:
+        """Seconds from one step to the next, once pipelines are full and as long as there is a next step to sample."""
+        first, last = self._steady()
+        return (last.trained_s - first.trained_s) / (len(self.steps) - FILLING - 1 - self.staleness)
 
-    def step_s(self, skip: int = 2) -> float:
-        """Seconds from one step to the next, past the first `skip`, in which pipelines fill."""
-        if len(self.steps) <= skip + 1:
-            raise ValueError(f"at least {skip + 2} steps are needed to tell the time of one")
-        return (self.steps[-1].trained_s - self.steps[skip].trained_s) / (len(self.steps) - 1 - skip)
+    @property
+    def idle_share(self) -> float:
+        """GPU-time in which nothing was decoded or trained, in the same steps."""
+        first, last = self._steady()
+        return 1 - (last.busy_gpu_s - first.busy_gpu_s) / ((last.trained_s - first.trained_s) * self.num_gpus)
+
+    def _steady(self) -> tuple[StepTimes, StepTimes]:
+        least = FILLING + 2 + self.staleness
+        if len(self.steps) < least:
+            raise ValueError(f"at least {least} steps are needed to tell the time of one, not {len(self.steps)}")
+        return self.steps[FILLING], self.steps[-1 - self.staleness]
 
 
 def simulate(
@@ -158,19 +164,18 @@ class World:
                 group = self._groups[uid] = here.setdefault(prompt, _Group(ask.step))
                 group.num_left += 1
                 group.num_tokens += self._lengths[uid]
-        curve = costs.curve
-        if system.drafts:
-            points = tuple((batch, seconds * costs.step_with_drafts) for batch, seconds in curve.points)
-            curve = SpeedCurve(points, costs.tokens_a_step)
-        self._curve = curve
+        self._curve = SpeedCurve(costs.curve.points, system.drafts) if system.drafts else costs.curve
         self._workers: dict[str, SimulatedWorker] = {}
         self._stamps: dict[str, int] = {}
+        self._changed: dict[str, SimulatedWorker] = {}
+        """Those whose next end is to be reckoned anew once the fleet has said all it wants."""
+        self._depth = 0
         self._numbers = count()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._closed: dict[int, tuple[str, ...]] = {}
         self._sampled_s: dict[int, float] = {}
         self._done: list[StepTimes] = []
-        self._busy_s = 0.0
+        self._busy_s = self._trained_tokens = 0.0
         self._num_moved = self._num_events = 0
         self.now_s = 0.0
         self._at(0.0, lambda: self._begin(num_workers))
@@ -183,12 +188,10 @@ class World:
             happen()
         if len(self._done) < len(self._asks):
             raise RuntimeError(f"step {len(self._done) + 1} is never done: no worker is left")
-        busy_s = self._busy_s + sum(worker.busy_s for worker in self._workers.values())
         return Outcome(
             steps=self._done,
             num_gpus=self._num_gpus,
-            decoding_gpu_s=busy_s * self._costs.gpus_a_worker,
-            training_gpu_s=sum(self._lengths.values()) * self._costs.train_gpu_s,
+            staleness=self._system.rules.staleness,
             num_moved=self._num_moved,
             num_events=self._num_events,
         )
@@ -198,6 +201,7 @@ class World:
 
     def _tell(self, event: FleetEvent) -> None:
         self._num_events += 1
+        self._depth += 1
         for action in self.fleet.on_event(event, self.now_s):
             match action:
                 case Sample():
@@ -208,6 +212,11 @@ class World:
                     self._closed[action.step] = action.rollouts
                     self._sampled_s[action.step] = self.now_s
                     self._train()
+        self._depth -= 1
+        if not self._depth:
+            for worker in self._changed.values():
+                self._expect_end(worker)
+            self._changed.clear()
 
     def _begin(self, num_workers: int) -> None:
         for number in range(num_workers):
@@ -224,6 +233,7 @@ class World:
             worker.advance(self.now_s)
             self._busy_s += worker.busy_s
             self._stamps[change.worker] = -1
+            self._changed.pop(change.worker, None)
             left = worker.tokens_to_go()
             tokens = tuple((uid, self._sampled(uid, to_go)) for uid, to_go in left.items())
             self._tell(WorkerLeft(change.worker, tokens))
@@ -243,7 +253,7 @@ class World:
         worker.advance(self.now_s)
         again = action.num_tokens * self._costs.prefill_share
         worker.submit(action.rollout, self._lengths[action.rollout] - action.num_tokens + again)
-        self._expect_end(worker)
+        self._changed[action.worker] = worker
 
     def _take_back(self, action: TakeBack) -> None:
         worker = self._workers[action.worker]
@@ -251,7 +261,7 @@ class World:
         if action.rollout not in worker.tokens_to_go():
             return  # it has just ended, which the fleet is about to hear
         to_go = worker.withdraw(action.rollout)
-        self._expect_end(worker)
+        self._changed[action.worker] = worker
         self._num_moved += 1
         self._tell(HandedBack(action.rollout, self._sampled(action.rollout, to_go)))
 
@@ -265,7 +275,7 @@ class World:
         if self._stamps[worker.spec.name] != stamp:
             return  # its batch has changed since
         ended = worker.advance(worker.next_end_s() or self.now_s)
-        self._expect_end(worker)
+        self._changed[worker.spec.name] = worker
         for _, uid in ended:
             group = self._groups.pop(uid)
             group.num_left -= 1
@@ -283,7 +293,11 @@ class World:
     def _trained(self) -> None:
         step = self._trainer.step
         ready_s = self.now_s + self._costs.weights_s
-        self._done.append(StepTimes(self._sampled_s[step], self.now_s, ready_s, self._closed.pop(step)))
+        rollouts = self._closed.pop(step)
+        self._trained_tokens += sum(self._lengths[uid] for uid in rollouts)
+        decoding_s = self._busy_s + sum(worker.busy_until(self.now_s) for worker in self._workers.values())
+        busy_gpu_s = decoding_s * self._costs.gpus_a_worker + self._trained_tokens * self._costs.train_gpu_s
+        self._done.append(StepTimes(self._sampled_s[step], self.now_s, ready_s, rollouts, busy_gpu_s))
         self._trainer.go_on(self.now_s)
         self._at(ready_s, lambda: self._tell(WeightsLive(step)))
         self._train()

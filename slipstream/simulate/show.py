@@ -1,0 +1,198 @@
+"""What `slipstream simulate` shows: a table on the screen, and a page with a timeline and plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from slipstream.observe.figures import drawing_script, figure_html, lines, ranking
+from slipstream.observe.page import card, headline, page, sentence, table
+from slipstream.schedule.speeds import curve_of_bench
+from slipstream.simulate.costs import GPUS, costs_of
+from slipstream.simulate.study import Result, best_result, compare
+from slipstream.simulate.systems import SYSTEMS
+from slipstream.simulate.workloads import PRESETS, SimulatedStep
+from slipstream.simulate.world import FILLING, Costs
+
+BASELINE = "colocated"
+
+
+def read_curve(file: Path, shape: str | None) -> Any:
+    """A measured speed curve; ValueError says what to write instead."""
+    try:
+        record = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{file} is not there: write it with `slipstream bench engine --json {file}`") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is no JSON ({error}): write it with `slipstream bench engine --json FILE`") from None
+    if shape is None:
+        raise ValueError("which of its shapes? Give --shape, e.g. --shape qwen2.5-7b")
+    return curve_of_bench(record, shape)
+
+
+def draw(lengths: str, *, prompts: int, samples: int, steps: int, seed: int) -> list[SimulatedStep]:
+    if lengths not in PRESETS:
+        raise ValueError(f"unknown lengths '{lengths}'; known: {', '.join(PRESETS)}")
+    return PRESETS[lengths].draw(
+        num_prompts=4 * prompts, prompts_per_step=prompts, samples=samples, steps=steps, seed=seed
+    )
+
+
+def choose_systems(names: str) -> dict[str, Any]:
+    if names == "all":
+        return dict(SYSTEMS)
+    chosen = [name.strip() for name in names.split(";")]
+    unknown = [name for name in chosen if name not in SYSTEMS]
+    if unknown:
+        raise ValueError(f"unknown system '{unknown[0]}'; known: {'; '.join(SYSTEMS)}")
+    return {name: SYSTEMS[name] for name in chosen}
+
+
+def show_comparison(
+    *,
+    billions: float,
+    gpu: str,
+    num_gpus: int,
+    lengths: str,
+    prompts: int,
+    samples: int,
+    steps: int,
+    seed: int,
+    training: str,
+    systems: str,
+    curve_file: Path | None = None,
+    shape: str | None = None,
+    scaling: Sequence[int] = (),
+    html_file: Path | None = None,
+    json_file: Path | None = None,
+) -> dict[str, Any]:
+    """The record that is also written to `json_file`."""
+    if gpu not in GPUS:
+        raise ValueError(f"unknown GPU '{gpu}'; known: {', '.join(GPUS)}")
+    if num_gpus < 1:
+        raise ValueError(f"--gpus {num_gpus}: at least 1 is needed, and 2 where generation and training are apart")
+    chosen = choose_systems(systems)
+    least = FILLING + 2 + max(system.rules.staleness for system in chosen.values())
+    if steps < least:
+        raise ValueError(f"--steps {steps}: pipelines fill in the first steps, so at least {least} are needed")
+    work = draw(lengths, prompts=prompts, samples=samples, steps=steps, seed=seed)
+    curve = read_curve(curve_file, shape) if curve_file is not None else None
+    costs = costs_of(billions, GPUS[gpu], work, training=training, curve=curve)
+    console = Console()
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+    ) as progress:
+        task = progress.add_task("simulating", total=None)
+        results = compare(
+            chosen, costs, work, num_gpus, lambda done: progress.update(task, description=f"{done.name} is done")
+        )
+        by_size: dict[str, dict[int, Result]] = {}
+        for size in scaling:
+            for name, system in chosen.items():
+                progress.update(task, description=f"{name} on {size} GPUs")
+                scaled = draw(
+                    lengths, prompts=max(1, prompts * size // num_gpus), samples=samples, steps=steps, seed=seed
+                )
+                by_size.setdefault(name, {})[size] = best_result(name, system, costs, scaled, size)
+    num_rollouts = prompts * samples
+    title = f"{billions:g}B on {num_gpus} {gpu.upper()}, {num_rollouts} rollouts a step, lengths {lengths}"
+    baseline = next((result.step_s for result in results if result.name == BASELINE), results[0].step_s)
+    console.print(_table(title, results, baseline, num_gpus, num_rollouts))
+    console.print(_assumptions(costs, curve_file))
+    record = {
+        "what": "slipstream simulate",
+        "billions": billions,
+        "gpu": gpu,
+        "gpus": num_gpus,
+        "lengths": lengths,
+        "prompts": prompts,
+        "samples": samples,
+        "steps": steps,
+        "seed": seed,
+        "training": training,
+        "slots": costs.slots,
+        "gpus_a_worker": costs.gpus_a_worker,
+        "results": [result.as_dict() | {"speedup": baseline / result.step_s} for result in results],
+        "scaling": {
+            name: {size: result.as_dict() for size, result in found.items()} for name, found in by_size.items()
+        },
+    }
+    if json_file is not None:
+        json_file.write_text(json.dumps(record, indent=1) + "\n")
+        console.print(f"written to {json_file}")
+    if html_file is not None:
+        html_file.write_text(_page(title, results, baseline, by_size, num_rollouts, _assumptions(costs, curve_file)))
+        console.print(f"look at {html_file}")
+    return record
+
+
+def _table(title: str, results: Sequence[Result], baseline: float, num_gpus: int, num_rollouts: int) -> Table:
+    shown = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
+    for column in ("system", "s/step", "speed-up", "per s", "split", "idle"):
+        shown.add_column(column, justify="left" if column == "system" else "right", no_wrap=True)
+    for result in results:
+        split = f"{num_gpus - result.train_gpus}:{result.train_gpus}" if result.train_gpus else "shared"
+        shown.add_row(
+            result.name,
+            f"{result.step_s:.1f}",
+            f"{baseline / result.step_s:.2f}",
+            f"{num_rollouts / result.step_s:.2f}",
+            split,
+            f"{result.outcome.idle_share:.0%}",
+        )
+    return shown
+
+
+def _assumptions(costs: Costs, curve_file: Path | None) -> str:
+    source = f"decoding as in {curve_file.name}" if curve_file is not None else "decoding reckoned from data sheets"
+    alone, full = costs.curve.token_s(1), costs.curve.token_s(costs.slots)
+    return (
+        f"{source}: {alone * 1e3:.1f} ms a token alone, {full * 1e3:.1f} ms beside {costs.slots - 1} others; "
+        f"workers of {costs.gpus_a_worker} GPU(s); training {costs.train_gpu_s * 1e6:.0f} us a token and GPU; weights "
+        f"on their way for {costs.weights_s:.1f} s. idle: GPU-time in which nothing is decoded or trained."
+    )
+
+
+def _page(
+    title: str,
+    results: Sequence[Result],
+    baseline: float,
+    by_size: Mapping[str, Mapping[int, Result]],
+    num_rollouts: int,
+    assumptions: str,
+) -> str:
+    speedups = {one.name: baseline / one.step_s for one in results}
+    idle_shares = {one.name: 100 * one.outcome.idle_share for one in results}
+    body = [card(f"Speed-up over {BASELINE}", figure_html(ranking(speedups, "times")))]
+    body += [card("Idle GPU-time", figure_html(ranking(idle_shares, "%")))]
+    when = {
+        one.name: {number: step.trained_s for number, step in enumerate(one.outcome.steps, start=1)} for one in results
+    }
+    body += [card("Timeline", figure_html(lines(when, "s")), "When each step was trained: the flatter, the faster.")]
+    if by_size:
+        times = {name: {size: one.step_s for size, one in found.items()} for name, found in by_size.items()}
+        note = "As many rollouts for each GPU: the flatter, the better it scales."
+        body += [card("Seconds a step, by number of GPUs", figure_html(lines(times, "s", "GPUs")), note)]
+        idle = {
+            name: {size: 100 * one.outcome.idle_share for size, one in found.items()} for name, found in by_size.items()
+        }
+        body += [card("Idle GPU-time by number of GPUs", figure_html(lines(idle, "%", "GPUs")))]
+    rows = [
+        [
+            one.name,
+            f"{one.step_s:.1f}",
+            f"{baseline / one.step_s:.2f}",
+            f"{num_rollouts / one.step_s:.2f}",
+            f"{one.outcome.idle_share:.0%}",
+        ]
+        for one in results
+    ]
+    body += [card("In numbers", table(["system", "s/step", "speed-up", "rollouts/s", "idle"], rows))]
+    return page(title, "".join([headline(title), sentence(assumptions), *body]), drawing_script())

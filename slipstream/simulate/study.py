@@ -1,0 +1,82 @@
+"""Questions to the simulator: how systems compare on the same GPUs and workload, each with its best split. Pure.
+
+Every system is given the split between generation and training that is best for it, found by search: a comparison in
+which one has too few trainers says nothing. Step times have one minimum over the number of training GPUs (too few and
+steps wait for training, too many and for generation), so a search by thirds finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from slipstream.simulate.workloads import SimulatedStep
+from slipstream.simulate.world import Costs, Outcome, System, simulate
+
+SEARCH_STEPS = 6
+"""Steps simulated for each split that is tried, beside one for each of staleness."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    name: str
+    train_gpus: int
+    """0 if all GPUs do both."""
+    outcome: Outcome
+
+    @property
+    def step_s(self) -> float:
+        return self.outcome.step_s
+
+    def as_dict(self) -> dict[str, float | int | str]:
+        return {
+            "system": self.name,
+            "step_s": self.step_s,
+            "train_gpus": self.train_gpus,
+            "idle_share": self.outcome.idle_share,
+            "moved": self.outcome.num_moved,
+        }
+
+
+def best_result(name: str, system: System, costs: Costs, steps: Sequence[SimulatedStep], num_gpus: int) -> Result:
+    """With the split that is best for it."""
+    if system.colocated:
+        return Result(name, 0, simulate(system, costs, steps, num_gpus=num_gpus))
+    unit = costs.gpus_a_worker
+    most_workers = (num_gpus - 1) // unit
+    if most_workers < 1:
+        raise ValueError(
+            f"{num_gpus} GPUs are too few for a worker of {unit} and a trainer of its own: give {unit + 1} or more"
+        )
+
+    @cache
+    def step_s(num_workers: int) -> float:
+        few = steps[: SEARCH_STEPS + system.rules.staleness]
+        return simulate(system, costs, few, num_gpus=num_gpus, train_gpus=num_gpus - num_workers * unit).step_s
+
+    low, high = 1, most_workers
+    while high - low > 2:
+        third = max(1, (high - low) // 3)
+        if step_s(low + third) <= step_s(high - third):
+            high -= third
+        else:
+            low += third
+    num_workers = min(range(low, high + 1), key=step_s)
+    train_gpus = num_gpus - num_workers * unit
+    return Result(name, train_gpus, simulate(system, costs, steps, num_gpus=num_gpus, train_gpus=train_gpus))
+
+
+def compare(
+    systems: Mapping[str, System],
+    costs: Costs,
+    steps: Sequence[SimulatedStep],
+    num_gpus: int,
+    on_done: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """Each at its best, in the order given."""
+    results = []
+    for name, system in systems.items():
+        results.append(best_result(name, system, costs, steps, num_gpus))
+        on_done(results[-1])
+    return results

@@ -167,6 +167,34 @@ def simulate(
     )
 
 
+@app.command()
+def plan(
+    gpus: Annotated[str, typer.Option(help="What is on offer: kind:count@price an hour, separated by commas.")],
+    size: Annotated[float, typer.Option(help="Billions of weights of the model.")] = 7.0,
+    prompts: Annotated[int, typer.Option(help="Prompts of a step.", min=1)] = 128,
+    samples: Annotated[int, typer.Option(help="Samples of a prompt.", min=1)] = 8,
+    median: Annotated[float, typer.Option(help="Tokens of a typical rollout.")] = 5200,
+    limit: Annotated[float, typer.Option(help="Tokens at which rollouts are cut.")] = 20000,
+    training: Annotated[str, typer.Option(help="grpo or ppo, which has a critic to train too.")] = "grpo",
+    target: Annotated[
+        float | None, typer.Option(help="Rollouts a second: the cheapest plan that reaches it; else the fastest.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say how many GPUs should sample and how many train, what a step takes and costs, and the second-best plan.
+
+    With two kinds of GPU, each is tried for both, and one for each side. For example:
+    slipstream plan --size 7 --gpus h100:32@2.5,h20:64@1.0 --prompts 128 --samples 8 --target 10
+    """
+    from slipstream.simulate.planning import Need, lengths_from
+    from slipstream.simulate.show import show_plan
+
+    if target is not None and target <= 0:
+        raise ValueError(f"--target {target:g}: rollouts a second are above 0")
+    need = Need(size, lengths_from(median, limit), prompts, samples, training, target)
+    show_plan(offers=gpus, need=need, as_json=as_json)
+
+
 @bench.command("engine")
 def bench_engine(
     shapes: Annotated[

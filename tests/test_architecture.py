@@ -56,7 +56,8 @@ PURE = {
         for name in ("allocation", "dispatch", "events", "fleet", "lengths", "order", "scheduler", "speeds", "tiers")
     ],
     "simulate": [
-        f"slipstream.simulate.{name}" for name in ("costs", "show", "study", "systems", "worker", "workloads", "world")
+        f"slipstream.simulate.{name}"
+        for name in (*("costs", "planning", "show", "study"), *("systems", "worker", "workloads", "world"))
     ],
     "engine": [
         "slipstream.engine.pages",

@@ -2,7 +2,7 @@
 
 A decoding step reads the weights, and the keys of all sequences, and computes with every sequence; the parts add up.
 The shares of the data sheet's figures that are reached were fitted to published times of a 7B model on an H800 (within
-8 % from 1 to 512 sequences, `tests/test_simulate_costs.py`). A record of `slipstream bench engine` beats all this: give
+8 % from 1 to 512 sequences, `tests/test_simulate_study.py`). A record of `slipstream bench engine` beats all this: give
 it where there is one.
 """
 
@@ -51,7 +51,7 @@ GPUS = {
 }
 """By the makers' data sheets."""
 
-KEY_BYTES = ((0.135, 23e3), (0.5, 12e3), (1.5, 29e3), (7.0, 57e3), (14.0, 196e3), (32.0, 262e3), (72.0, 328e3))
+KEY_BYTES = ((0.135, 23e3), (0.49, 12e3), (1.54, 29e3), (7.6, 57e3), (14.8, 197e3), (32.8, 262e3), (72.7, 328e3))
 """(billions of weights, bytes of keys and values a token) of SmolLM2 and Qwen2.5."""
 
 TRAINING_FLOPS = {"grpo": 8, "ppo": 16}

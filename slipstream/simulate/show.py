@@ -1,4 +1,4 @@
-"""What `slipstream simulate` shows: a table on the screen, and a page with a timeline and plots."""
+"""What `slipstream simulate` and `slipstream plan` show: tables on the screen, and a page with a timeline and plots."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from slipstream.observe.figures import drawing_script, figure_html, lines, ranki
 from slipstream.observe.page import card, headline, page, sentence, table
 from slipstream.schedule.speeds import curve_of_bench
 from slipstream.simulate.costs import GPUS, costs_of
+from slipstream.simulate.planning import Need, Offer, Plan, make_plans
 from slipstream.simulate.study import Result, best_result, compare
 from slipstream.simulate.systems import SYSTEMS
 from slipstream.simulate.workloads import PRESETS, SimulatedStep
@@ -131,6 +132,48 @@ def show_comparison(
         html_file.write_text(_page(title, results, baseline, by_size, num_rollouts, _assumptions(costs, curve_file)))
         console.print(f"look at {html_file}")
     return record
+
+
+def show_plan(*, offers: str, need: Need, as_json: bool = False) -> list[Plan]:
+    """The plans, the best first; ValueError if there is none that reaches the target."""
+    console = Console()
+    parsed = [Offer.parse(text) for text in offers.split(",")]
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+    ) as progress:
+        task = progress.add_task("simulating", total=None)
+        plans, reaches = make_plans(parsed, need, lambda what: progress.update(task, description=what))
+    record = {"what": "slipstream plan", "reaches_target": reaches, "plans": [plan.as_dict() for plan in plans]}
+    if as_json:
+        console.print_json(json.dumps(record))
+        return plans
+    title = (
+        f"{need.billions:g}B, {need.prompts * need.samples} rollouts a step, median {need.lengths.median:,.0f} tokens"
+    )
+    shown = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
+    for column in ("", "sample", "train", "s/step", "rollouts/s", "idle", "cost a step"):
+        shown.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for plan, rank in zip(plans, ("best", "second best", *[""] * len(plans)), strict=False):
+        shown.add_row(
+            rank,
+            f"{plan.sampling.count} {plan.sampling.gpu}",
+            f"{plan.training.count} {plan.training.gpu}",
+            f"{plan.step_s:.0f} +- {plan.spread_s:.0f}",
+            f"{plan.rollouts_a_s:.2f}",
+            f"{plan.idle_share:.0%}",
+            "no price" if plan.cost is None else f"{plan.cost:.2f}",
+        )
+    console.print(shown)
+    console.print(
+        "Simulated with drafts from history and one step of staleness; +-: half the range over three workloads drawn. "
+        "Decoding is reckoned from data sheets: measure yours with `slipstream bench engine`."
+    )
+    if not reaches:
+        raise ValueError(
+            f"{need.target:g} rollouts a second cannot be reached: these GPUs give {plans[0].rollouts_a_s:.2f} at "
+            "most. Offer more, or ask for less"
+        )
+    return plans
 
 
 def _table(title: str, results: Sequence[Result], baseline: float, num_gpus: int, num_rollouts: int) -> Table:

@@ -1,8 +1,9 @@
 """Questions to the simulator: how systems compare on the same GPUs and workload, each with its best split. Pure.
 
 Every system is given the split between generation and training that is best for it, found by search: a comparison in
-which one has too few trainers says nothing. Step times have one minimum over the number of training GPUs (too few and
-steps wait for training, too many and for generation), so a search by thirds finds it.
+which one has too few trainers says nothing. With too few trainers steps wait for training, with too many for
+generation; in between the longest rollouts decide and step times go up and down a little, so a few splits all over are
+tried first, and then those beside the best.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from functools import cache
 from slipstream.simulate.workloads import SimulatedStep
 from slipstream.simulate.world import Costs, Outcome, System, simulate
 
+COARSE, FINE = 8, 64
+"""Splits that are tried at first, and how finely in the end, as a part of the workers."""
 SEARCH_STEPS = 6
 """Steps simulated for each split that is tried, beside one for each of staleness."""
 
@@ -55,14 +58,14 @@ def best_result(name: str, system: System, costs: Costs, steps: Sequence[Simulat
         few = steps[: SEARCH_STEPS + system.rules.staleness]
         return simulate(system, costs, few, num_gpus=num_gpus, train_gpus=num_gpus - num_workers * unit).step_s
 
-    low, high = 1, most_workers
-    while high - low > 2:
-        third = max(1, (high - low) // 3)
-        if step_s(low + third) <= step_s(high - third):
-            high -= third
-        else:
-            low += third
-    num_workers = min(range(low, high + 1), key=step_s)
+    spacing = max(1, most_workers // COARSE)
+    tried = {*range(spacing, most_workers + 1, spacing), most_workers}
+    while True:
+        num_workers = min(tried, key=step_s)
+        if spacing <= max(1, most_workers // FINE):
+            break
+        spacing = -(-spacing // 2)
+        tried |= {min(max(1, num_workers + shift), most_workers) for shift in (-spacing, spacing)}
     train_gpus = num_gpus - num_workers * unit
     return Result(name, train_gpus, simulate(system, costs, steps, num_gpus=num_gpus, train_gpus=train_gpus))
 

@@ -8,6 +8,7 @@ same seed gives the same run.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -169,6 +170,7 @@ class World:
         self._stamps: dict[str, int] = {}
         self._changed: dict[str, SimulatedWorker] = {}
         """Those whose next end is to be reckoned anew once the fleet has said all it wants."""
+        self._ended: deque[str] = deque()
         self._depth = 0
         self._numbers = count()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -214,9 +216,25 @@ class World:
                     self._train()
         self._depth -= 1
         if not self._depth:
-            for worker in self._changed.values():
-                self._expect_end(worker)
-            self._changed.clear()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Once the fleet has said all it wants: who has ended meanwhile, and when whoever changed will end."""
+        while self._ended:
+            uid = self._ended.popleft()
+            group = self._groups.pop(uid)
+            group.num_left -= 1
+            if not group.num_left:
+                self._trainer.take_in(group.step, group.num_tokens, self.now_s)
+            self._tell(RolloutEnded(uid, int(self._lengths[uid])))
+        for worker in self._changed.values():
+            self._expect_end(worker)
+        self._changed.clear()
+
+    def _advance(self, worker: SimulatedWorker) -> None:
+        """To now. What ends at this very moment is told to the fleet after what it is saying."""
+        self._ended.extend(uid for _, uid in worker.advance(self.now_s))
+        self._changed[worker.spec.name] = worker
 
     def _begin(self, num_workers: int) -> None:
         for number in range(num_workers):
@@ -229,11 +247,12 @@ class World:
         if change.kind == "join" and change.worker not in self._workers:
             self._join(change.worker)
         elif change.kind == "leave" and change.worker in self._workers:
-            worker = self._workers.pop(change.worker)
-            worker.advance(self.now_s)
+            worker = self._workers[change.worker]
+            self._advance(worker)
+            self._settle()
+            del self._workers[change.worker]
             self._busy_s += worker.busy_s
             self._stamps[change.worker] = -1
-            self._changed.pop(change.worker, None)
             left = worker.tokens_to_go()
             tokens = tuple((uid, self._sampled(uid, to_go)) for uid, to_go in left.items())
             self._tell(WorkerLeft(change.worker, tokens))
@@ -250,18 +269,16 @@ class World:
     def _sample(self, action: Sample) -> None:
         worker = self._workers[action.worker]
         assert worker.num_running < worker.spec.slots, f"{action.worker} has no slot left"
-        worker.advance(self.now_s)
+        self._advance(worker)
         again = action.num_tokens * self._costs.prefill_share
         worker.submit(action.rollout, self._lengths[action.rollout] - action.num_tokens + again)
-        self._changed[action.worker] = worker
 
     def _take_back(self, action: TakeBack) -> None:
         worker = self._workers[action.worker]
-        worker.advance(self.now_s)
-        if action.rollout not in worker.tokens_to_go():
-            return  # it has just ended, which the fleet is about to hear
+        self._advance(worker)
+        if action.rollout in self._ended:
+            return  # which the fleet is about to hear
         to_go = worker.withdraw(action.rollout)
-        self._changed[action.worker] = worker
         self._num_moved += 1
         self._tell(HandedBack(action.rollout, self._sampled(action.rollout, to_go)))
 
@@ -274,14 +291,10 @@ class World:
     def _end(self, worker: SimulatedWorker, stamp: int) -> None:
         if self._stamps[worker.spec.name] != stamp:
             return  # its batch has changed since
-        ended = worker.advance(worker.next_end_s() or self.now_s)
+        # By what it says itself: its end may be a rounding error before the time that was noted.
+        self._ended.extend(uid for _, uid in worker.advance(worker.next_end_s() or self.now_s))
         self._changed[worker.spec.name] = worker
-        for _, uid in ended:
-            group = self._groups.pop(uid)
-            group.num_left -= 1
-            if not group.num_left:
-                self._trainer.take_in(group.step, group.num_tokens, self.now_s)
-            self._tell(RolloutEnded(uid, int(self._lengths[uid])))
+        self._settle()
 
     def _train(self) -> None:
         """If the step that is next in turn is closed: when will it be done?"""

@@ -136,6 +136,9 @@ def simulate(
         str, typer.Option(help="Also on so many GPUs, separated by commas, with as many rollouts for each.")
     ] = "",
     seed: Annotated[int, typer.Option(help="Of the lengths drawn.")] = 0,
+    against: Annotated[
+        Path | None, typer.Option(help="Instead: how well the second half of this run is foretold from its first.")
+    ] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write plots to this page.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
@@ -145,9 +148,14 @@ def simulate(
     slipstream simulate --size 32 --gpu h100 --gpus 64 --lengths 20k --scaling 8,64,512 --html simulated.html
 
     Only two of them: slipstream simulate --systems "colocated; Slipstream"
-    """
-    from slipstream.simulate.show import show_comparison
 
+    How far to trust it: slipstream simulate --against runs/quickstart
+    """
+    from slipstream.simulate.show import show_against, show_comparison
+
+    if against is not None:
+        show_against(against, json_file)
+        return
     show_comparison(
         billions=size,
         gpu=gpu,

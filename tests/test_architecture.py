@@ -57,7 +57,7 @@ PURE = {
     ],
     "simulate": [
         f"slipstream.simulate.{name}"
-        for name in (*("costs", "planning", "show", "study"), *("systems", "worker", "workloads", "world"))
+        for name in (*("against", "costs", "planning", "show", "study"), *("systems", "worker", "workloads", "world"))
     ],
     "engine": [
         "slipstream.engine.pages",

@@ -197,8 +197,8 @@ def lines(series: Mapping[str, Series], unit: str, along: str = "step") -> Figur
     layout["legend"] = {"orientation": "v", "x": 1.02, "y": 1}
     for trace in traces:
         trace["hovertemplate"] = "%{fullData.name}: %{y:.4~g}<extra></extra>"
-    sizes = sorted({x for points in series.values() for x in points})
-    if len(sizes) > 2 and sizes[-1] >= 8 * sizes[0]:
+    if along != "step":  # sizes, which grow by factors
+        sizes = sorted({x for points in series.values() for x in points})
         layout["xaxis"] |= {"type": "log", "tickvals": sizes, "ticktext": [f"{size:,}" for size in sizes]}
     return figure
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from slipstream.observe.figures import drawing_script, figure_html, lines, ranking
 from slipstream.observe.page import card, headline, page, sentence, table
 from slipstream.schedule.speeds import curve_of_bench
+from slipstream.simulate.against import foretell
 from slipstream.simulate.costs import GPUS, costs_of
 from slipstream.simulate.planning import Need, Offer, Plan, make_plans
 from slipstream.simulate.study import Result, best_result, compare
@@ -132,6 +134,22 @@ def show_comparison(
         html_file.write_text(_page(title, results, baseline, by_size, num_rollouts, _assumptions(costs, curve_file)))
         console.print(f"look at {html_file}")
     return record
+
+
+def show_against(run: Path, json_file: Path | None = None) -> None:
+    phases, num_steps = foretell(run)
+    shown = Table(title=f"{run}: {num_steps} steps foretold from those before", box=SIMPLE_HEAD, title_justify="left")
+    for column in ("phase", "measured s", "foretold s", "error"):
+        shown.add_column(column, justify="left" if column == "phase" else "right", no_wrap=True)
+    for phase in phases:
+        shown.add_row(phase.name, f"{phase.measured_s:.2f}", f"{phase.foretold_s:.2f}", f"{phase.error:.1%}")
+    console = Console()
+    console.print(shown)
+    console.print("error: of the time of each step, whichever way, on average.")
+    if json_file is not None:
+        record = {"what": "slipstream simulate --against", "run": run.name, "steps": num_steps}
+        json_file.write_text(json.dumps(record | {"phases": [asdict(phase) for phase in phases]}, indent=1) + "\n")
+        console.print(f"written to {json_file}")
 
 
 def show_plan(*, offers: str, need: Need, as_json: bool = False) -> list[Plan]:

@@ -127,7 +127,10 @@ class _Step:
     groups: dict[str, list[_Rollout]]
     num_left: dict[str, int]
     """By prompt: rollouts that have not ended."""
-    num_asked: int
+    num_asked: int = 0
+    """Groups, once the step is open."""
+    num_late: int = 0
+    """Groups with rollouts that have not ended."""
     carried_in: set[str] = field(default_factory=set)
     """Prompts that came from the step before: they are not carried again."""
 
@@ -206,6 +209,7 @@ class Fleet:
             step.num_left[prompt] = step.num_left.get(prompt, 0) + 1
             rollouts.append(rollout)
         step.num_asked = len(step.groups)
+        step.num_late = sum(left > 0 for left in step.num_left.values())
         place = PLACEMENTS[self.rules.placement]
         if place is None or not self._workers:
             for rollout in rollouts:
@@ -229,7 +233,7 @@ class Fleet:
         for step in self._steps:
             if step.number == number:
                 return step
-        step = _Step(number, {}, {}, 0)
+        step = _Step(number, {}, {})
         self._steps.append(step)
         return step
 
@@ -246,6 +250,7 @@ class Fleet:
         step = self._step(rollout.step)
         step.num_left[rollout.group] -= 1
         if not step.num_left[rollout.group]:
+            step.num_late -= 1
             actions += self._close_steps()
         return actions + self._find_work(worker)
 
@@ -253,9 +258,10 @@ class Fleet:
         actions: list[FleetAction] = []
         while self._steps:
             step = self._steps[0]
+            if not step.num_asked or step.num_late > (CARRIED * step.num_asked if self.rules.carries else 0):
+                break
             late = [group for group, left in step.num_left.items() if left]
-            may_be_late = self.rules.carries and len(late) <= CARRIED * step.num_asked
-            if not step.num_asked or (late and not (may_be_late and step.carried_in.isdisjoint(late))):
+            if not step.carried_in.isdisjoint(late):
                 break
             self._steps.popleft()
             if late:
@@ -278,6 +284,7 @@ class Fleet:
             following.groups[name] = group = step.groups[old_name]
             following.num_left[name] = step.num_left[old_name]
             following.carried_in.add(name)
+            following.num_late += 1
             for rollout in group:
                 rollout.step, rollout.group = following.number, name
                 if self.rules.tail == "restart" and not rollout.has_ended:

@@ -183,21 +183,21 @@ def health_curve(metrics: Metrics, name: str) -> Figure | None:
     return figure
 
 
-def lines(series: Mapping[str, Series], unit: str, along: str = "step") -> Figure:
-    """One line for each name."""
+def lines(series: Mapping[str, Series], unit: str, along: str = "step", height: int = 420) -> Figure:
+    """One line for each name; numbers of GPUs grow by factors along it."""
     traces = [
         _line(name, points, CYCLE[place % len(CYCLE)], dash=("solid", "dash")[place // len(CYCLE) % 2])
         for place, (name, points) in enumerate(series.items())
     ]
-    figure = _figure(traces, unit)
+    figure = _figure(traces, unit, legend=len(series) > 1)
     layout = figure["layout"]
     layout["xaxis"]["title"]["text"] = along
-    layout["height"] = 420
+    layout["height"] = height
     layout["hovermode"] = "closest"
     layout["legend"] = {"orientation": "v", "x": 1.02, "y": 1}
     for trace in traces:
         trace["hovertemplate"] = "%{fullData.name}: %{y:.4~g}<extra></extra>"
-    if along != "step":  # sizes, which grow by factors
+    if along == "GPUs":
         sizes = sorted({x for points in series.values() for x in points})
         layout["xaxis"] |= {"type": "log", "tickvals": sizes, "ticktext": [f"{size:,}" for size in sizes]}
     return figure

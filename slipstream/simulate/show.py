@@ -1,4 +1,4 @@
-"""What `slipstream simulate` and `slipstream plan` show: tables on the screen, and a page with a timeline and plots."""
+"""What `slipstream simulate` and `slipstream plan` show: tables on the screen, and a page with timelines and plots."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from slipstream.simulate.workloads import PRESETS, SimulatedStep
 from slipstream.simulate.world import FILLING, Costs
 
 BASELINE = "colocated"
+POINTS = 300
+"""Of a timeline."""
 
 
 def read_curve(file: Path, shape: str | None) -> Any:
@@ -233,10 +235,11 @@ def _page(
     idle_shares = {one.name: 100 * one.outcome.idle_share for one in results}
     body = [card(f"Speed-up over {BASELINE}", figure_html(ranking(speedups, "times")))]
     body += [card("Idle GPU-time", figure_html(ranking(idle_shares, "%")))]
-    when = {
-        one.name: {number: step.trained_s for number, step in enumerate(one.outcome.steps, start=1)} for one in results
-    }
-    body += [card("Timeline", figure_html(lines(when, "s")), "When each step was trained: the flatter, the faster.")]
+    charts = "".join(
+        card(one.name, figure_html(lines({one.name: one.outcome.decoding_over(POINTS)}, "GPUs", "s", height=220)))
+        for one in results
+    )
+    body += [card("GPUs that decode", f'<div class="two">{charts}</div>', "Over a few steps, once pipelines are full.")]
     if by_size:
         times = {name: {size: one.step_s for size, one in found.items()} for name, found in by_size.items()}
         note = "As many rollouts for each GPU: the flatter, the better it scales."

@@ -98,6 +98,8 @@ class Outcome:
     num_moved: int
     """Rollouts taken from one worker and given to another, or begun again."""
     num_events: int
+    decoding: list[tuple[float, int]]
+    """(time, GPUs of workers with something to decode from then on)."""
 
     @property
     def step_s(self) -> float:
@@ -110,6 +112,17 @@ class Outcome:
         """GPU-time in which nothing was decoded or trained, in the same steps."""
         first, last = self._steady()
         return 1 - (last.busy_gpu_s - first.busy_gpu_s) / ((last.trained_s - first.trained_s) * self.num_gpus)
+
+    def decoding_over(self, num_points: int) -> dict[int, float]:
+        """{seconds since pipelines were full: GPUs that decode}, until there was no next step to sample."""
+        first, last = (step.trained_s for step in self._steady())
+        times = [first + (last - first) * point / (num_points - 1) for point in range(num_points)]
+        found, place = {}, 0
+        for at_s in times:
+            while place + 1 < len(self.decoding) and self.decoding[place + 1][0] <= at_s:
+                place += 1
+            found[round(at_s - first)] = float(self.decoding[place][1])
+        return found
 
     def _steady(self) -> tuple[StepTimes, StepTimes]:
         least = FILLING + 2 + self.staleness
@@ -171,6 +184,8 @@ class World:
         self._changed: dict[str, SimulatedWorker] = {}
         """Those whose next end is to be reckoned anew once the fleet has said all it wants."""
         self._ended: deque[str] = deque()
+        self._busy: set[str] = set()
+        self._decoding: list[tuple[float, int]] = []
         self._depth = 0
         self._numbers = count()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -196,6 +211,7 @@ class World:
             staleness=self._system.rules.staleness,
             num_moved=self._num_moved,
             num_events=self._num_events,
+            decoding=self._decoding,
         )
 
     def _at(self, at_s: float, happen: Callable[[], None]) -> None:
@@ -253,6 +269,7 @@ class World:
             del self._workers[change.worker]
             self._busy_s += worker.busy_s
             self._stamps[change.worker] = -1
+            self._note_work(change.worker, has_work=False)
             left = worker.tokens_to_go()
             tokens = tuple((uid, self._sampled(uid, to_go)) for uid, to_go in left.items())
             self._tell(WorkerLeft(change.worker, tokens))
@@ -285,8 +302,14 @@ class World:
     def _expect_end(self, worker: SimulatedWorker) -> None:
         stamp = self._stamps[worker.spec.name] = next(self._numbers)
         end_s = worker.next_end_s()
+        self._note_work(worker.spec.name, end_s is not None)
         if end_s is not None:
             self._at(max(end_s, self.now_s), lambda: self._end(worker, stamp))
+
+    def _note_work(self, name: str, has_work: bool) -> None:
+        if has_work != (name in self._busy):
+            (self._busy.add if has_work else self._busy.discard)(name)
+            self._decoding.append((self.now_s, len(self._busy) * self._costs.gpus_a_worker))
 
     def _end(self, worker: SimulatedWorker, stamp: int) -> None:
         if self._stamps[worker.spec.name] != stamp:

@@ -37,8 +37,7 @@ STREAMRL_RATES = {
 }
 """Samples a second of the colocated system, in step and one step behind, read off a figure."""
 GPUS_FOR = {7: 32, 32: 64, 72: 128}
-IN_STEP = System(Rules("skewness split"), streams=True, foresees=True)
-ONE_BEHIND = System(Rules("skewness split", staleness=1, mixes_steps=False), streams=True, foresees=True)
+IN_STEP, ONE_BEHIND = SYSTEMS["StreamRL, in step"], SYSTEMS["StreamRL"]
 
 
 def draw(preset: LongTail, prompts: int, samples: int) -> list[SimulatedStep]:

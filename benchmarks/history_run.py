@@ -28,7 +28,10 @@ from slipstream.observe.store import RunStore
 from slipstream.runtime.benches import describe_machine
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-KEPT = ("timing_s/gen", "timing_s/step", "reward/mean", "response_length/mean", "response_length/max", "rollout/tokens")
+KEPT = (
+    *("timing_s/gen", "timing_s/step", "actor/grad_norm", "reward/mean"),
+    *("response_length/mean", "response_length/max", "rollout/tokens"),
+)
 SPEC = "rollout/spec_"
 
 
@@ -109,6 +112,8 @@ def main() -> None:
         off, on = (tokens_of(Path(folder, source)) for source in ("off", "history"))
         weights = [weights_of(Path(folder, source)) for source in ("off", "history")]
     record["rollouts"], record["identical"] = len(off), sum(off[uid] == on.get(uid) for uid in off)
+    if not any(row.get("actor/grad_norm") for row in runs["off"]):
+        raise SystemExit("no step had a gradient, so the same weights would say nothing: give more --warmup-steps")
     record["same_weights"] = weights[0] == weights[1]
     record["steps"] = {source: [kept(row) for row in rows] for source, rows in runs.items()}
     record["epochs"] = []

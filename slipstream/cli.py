@@ -154,8 +154,12 @@ def simulate(
     from slipstream.simulate.show import show_against, show_comparison
 
     if against is not None:
+        if html_file is not None:
+            raise ValueError("--against has no page: leave out --html, or give --json")
         show_against(against, json_file)
         return
+    if shape is not None and curve is None:
+        raise ValueError("--shape says which row of --curve counts: give both")
     show_comparison(
         billions=size,
         gpu=gpu,

@@ -53,7 +53,18 @@ PURE = {
     "the nouns": ["slipstream", "slipstream.types", "slipstream.rng", "slipstream.config"],
     "schedule": [
         f"slipstream.schedule.{name}"
-        for name in ("allocation", "dispatch", "events", "fleet", "lengths", "order", "scheduler", "speeds", "tiers")
+        for name in (
+            "allocation",
+            "dispatch",
+            "events",
+            "fleet",
+            "lengths",
+            "order",
+            "ranker",
+            "scheduler",
+            "speeds",
+            "tiers",
+        )
     ],
     "simulate": [
         f"slipstream.simulate.{name}"

@@ -124,6 +124,7 @@ def test_what_was_learned_survives_a_checkpoint() -> None:
     other.load_state_dict(json.loads(json.dumps(selector.state_dict())))
     assert other.best(8) == selector.best(8) != OFF
     assert other.rates(8) == selector.rates(8)
+    Selector().load_state_dict({"8": {"best": [0.0, 2], "steps": []}})  # of an older version: learned anew
 
 
 def test_ways_that_were_never_chosen_for_a_size_are_tried_however_a_step_is_counted() -> None:

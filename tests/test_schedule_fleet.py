@@ -88,7 +88,7 @@ class Watched(World):
 
 def rules() -> st.SearchStrategy[Rules]:
     def allowed(placement: str, tail: str, staleness: int, mixes: bool) -> Rules:
-        return Rules(placement, tail, max(staleness, tail in ("carry", "restart")), mixes)
+        return Rules(placement, tail, max(staleness, tail == "carry"), mixes)
 
     names = st.sampled_from(list(PLACEMENTS)), st.sampled_from(list(TAILS))
     return st.builds(allowed, *names, st.integers(0, 3), st.booleans())
@@ -103,12 +103,12 @@ changes = st.lists(
 
 
 @settings(max_examples=120, deadline=None)
-@given(rules(), changes, st.booleans(), st.booleans(), st.integers(0, 99))
+@given(rules(), changes, st.booleans(), st.booleans(), st.sampled_from([0.0, 0.05, 1.0]), st.integers(0, 99))
 def test_every_rollout_is_trained_once_and_none_is_too_stale_whoever_comes_and_goes(
-    rule: Rules, changed: list[Change], streams: bool, foresees: bool, seed: int
+    rule: Rules, changed: list[Change], streams: bool, foresees: bool, hand_back_s: float, seed: int
 ) -> None:
     steps = LongTail(40, 400).draw(num_prompts=17, prompts_per_step=12, samples=2, steps=5, seed=seed)
-    costs = Costs(STEEP, slots=4, gpus_a_worker=1, train_gpu_s=0.002, weights_s=0.3)
+    costs = Costs(STEEP, slots=4, gpus_a_worker=1, train_gpu_s=0.002, weights_s=0.3, hand_back_s=hand_back_s)
     world = Watched(
         System(rule, streams=streams, foresees=foresees),
         costs,
@@ -169,6 +169,27 @@ def test_one_that_ends_before_it_is_taken_back_is_not_sampled_again() -> None:
     (first, *_) = fleet.on_event(RolloutEnded("1/39", 5), 1.0)
     assert isinstance(first, TakeBack)
     assert not any(isinstance(action, Sample) for action in fleet.on_event(RolloutEnded(first.rollout, 60), 1.1))
+
+
+def test_what_a_dead_worker_had_comes_before_a_later_step() -> None:
+    fleet = fleet_of(Rules("round robin", staleness=1), "a", "b", slots=2)
+    fleet.on_event(asked(5.0, 5.0, 5.0, 5.0), 0.0)
+    fleet.on_event(asked(5.0, 5.0, step=2), 0.0)
+    assert fleet.on_event(WorkerLeft("b", ()), 1.0) == []
+    order = [fleet.on_event(RolloutEnded(uid, 5), 2.0) for uid in ("1/0", "1/2", "1/1", "1/3")]
+    assert [action.rollout for actions in order for action in actions if isinstance(action, Sample)] == [
+        *("1/1", "1/3"),
+        *("2/0", "2/1"),
+    ]
+
+
+@pytest.mark.parametrize("placement", ["least load", "round robin"])
+def test_steps_are_not_mixed_where_they_must_not_be(placement: str) -> None:
+    fleet = fleet_of(Rules(placement, staleness=1, mixes_steps=False), "a", slots=4)
+    fleet.on_event(asked(5.0, 5.0), 0.0)
+    assert fleet.on_event(asked(5.0, step=2), 0.0) == []
+    assert fleet.on_event(RolloutEnded("1/0", 5), 1.0) == []
+    assert Sample("a", "2/0", 0) in fleet.on_event(RolloutEnded("1/1", 5), 1.0)
 
 
 def test_what_a_dead_worker_had_goes_on_elsewhere_with_its_tokens() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 
+import numpy as np
 import pytest
 
 from slipstream.schedule.lengths import BEYOND, LengthForecaster, tail_recall
+from slipstream.schedule.ranker import LengthRanker, token_features
 
 
 def test_a_prompt_is_as_long_as_it_was_and_fresh_lengths_count_more() -> None:
@@ -77,3 +80,49 @@ def test_where_prompts_keep_their_ranks_the_tail_is_found() -> None:
     assert [
         tail_recall(forecast, actual, share) > least for share, least in ((0.2, 0.85), (0.1, 0.8), (0.05, 0.7))
     ] == [True] * 3
+
+
+# Prompts never seen.
+
+
+def described(number: int) -> np.ndarray:
+    """Ten numbers, of which the third decides the length and the others say nothing."""
+    return np.random.default_rng(number).normal(size=10)
+
+
+def length_of(number: int, growth: float = 1.0) -> list[float]:
+    return [growth * 300 * math.exp(described(number)[2] + dice.gauss(0, 0.2)) for dice in [random.Random(number)] * 4]
+
+
+def test_new_prompts_are_ranked_by_what_is_known_of_them() -> None:
+    forecaster = LengthForecaster(lambda prompt: described(int(prompt)))
+    blind = LengthForecaster()
+    for one in (forecaster, blind):
+        one.learn_step({str(number): length_of(number) for number in range(60)})
+    new = {str(number): math.fsum(length_of(number)) / 4 for number in range(100, 160)}
+    foreseen = {prompt: forecaster.forecast(prompt) for prompt in new}
+    assert tail_recall(foreseen, new, 0.2) >= 0.8
+    assert len({blind.forecast(prompt) for prompt in new}) == 1, "without it all are alike"
+    assert all(0.4 < foreseen[prompt] / new[prompt] < 2.5 for prompt in new)
+    assert forecaster.forecast("100", num_sampled=10**6) > 10**6, "what was sampled already counts more"
+    assert forecaster.forecast("5") != pytest.approx(foreseen["100"]), "one with a past has that"
+
+
+def test_the_ranker_follows_when_all_lengths_grow() -> None:
+    ranker = LengthRanker()
+    assert not ranker.has_learned
+    for growth in (1.0, 1.0, 4.0, 4.0, 4.0, 4.0):
+        numbers = range(60)
+        features = {str(number): described(number) for number in numbers}
+        ranker.learn_step(features, {str(number): length_of(number, growth) for number in numbers})
+    typical = [ranker.forecast(described(number)) / (1200 * math.exp(described(number)[2])) for number in range(60)]
+    assert 0.7 < statistics.median(typical) < 1.2
+    ranker.learn_step({}, {"unknown": [3.0]})
+    ranker.learn_step({"empty": described(1)}, {"empty": []})
+    assert ranker.has_learned
+
+
+def test_token_features_tell_prompts_apart() -> None:
+    one, same, other, turned = (token_features(ids) for ids in ([5, 6, 7], [5, 6, 7], [5, 6, 8], [7, 6, 5]))
+    assert np.array_equal(one, same) and not np.array_equal(one, other) and not np.array_equal(one, turned)
+    assert np.isfinite(token_features([])).all() and len(one) == len(token_features([]))

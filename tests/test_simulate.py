@@ -78,6 +78,18 @@ def test_drafts_and_a_worker_that_dies_by_hand() -> None:
         simulate(System(PLAIN), costs, work, num_gpus=3, train_gpus=1, changes=gone)
 
 
+def test_hundreds_may_end_at_the_same_moment() -> None:
+    costs = Costs(FLAT, slots=512, gpus_a_worker=1, train_gpu_s=0.001)
+    outcome = simulate(SYSTEMS["apart"], costs, steps_of([1000.0] * 512), num_gpus=2, train_gpus=1)
+    assert outcome.steps[0].sampled_s == 1000 and len(outcome.steps[0].rollouts) == 512
+
+
+def test_the_timeline_of_short_steps_keeps_its_points() -> None:
+    costs = Costs(SpeedCurve(((1, 1e-4),)), slots=2, gpus_a_worker=1, train_gpu_s=1e-6)
+    outcome = simulate(SYSTEMS["apart"], costs, steps_of(*[[40.0, 90.0]] * 6), num_gpus=2, train_gpus=1)
+    assert len(outcome.decoding_over(10)) > 8 and set(outcome.decoding_over(10).values()) <= {0.0, 1.0}
+
+
 def test_each_mechanism_makes_steps_shorter_where_training_is_a_third() -> None:
     work = PRESETS["20k"].draw(num_prompts=128, prompts_per_step=64, samples=8, steps=8, seed=0)
     costs = Costs(SEEN, slots=256, gpus_a_worker=1, train_gpu_s=1.2e-4, weights_s=2.0)

@@ -17,7 +17,7 @@ from slipstream.types import Request, Rollout, SamplingParams, Scored
 SLOTS = 4
 
 
-def write_run(folder: Path, steps: int, slowdown: float = 1.0) -> None:
+def write_run(folder: Path, steps: int, slowdown: float = 1.0, *, drafted: float = 0.0, learns: bool = True) -> None:
     """Six groups of two a step, every other one with equal rewards. A decoding step takes 10 ms and 1 ms a sequence,
     training 0.5 s and 2 ms a token with a gradient, the rest 50 ms, and evaluation 3 s now and then."""
     config = {"model": "tiny", "run": {"dir": str(folder)}, "engine": {"max_sequences": SLOTS}}
@@ -33,9 +33,9 @@ def write_run(folder: Path, steps: int, slowdown: float = 1.0) -> None:
                     length = dice.randint(5, 60)
                     request = Request(f"{step}/{group}/{sample}", f"{step}/{group}", (1,), 1, SamplingParams())
                     rollout = Rollout(request, (7,) * length, (-1.0,) * length, "stop", 0, 0)
-                    results.append(Scored(rollout, "text", float(sample and group % 2), {}))
+                    results.append(Scored(rollout, "text", float(learns and sample and group % 2), {}))
                     lengths.append(float(length))
-                    taught += length if group % 2 else 0
+                    taught += length if learns and group % 2 else 0
             prompts = {f"{step}/{group}": (f"key {group}", "prompt") for group in range(6)}
             store.add_rollouts(step, "train", "set", prompts, results)
             pace = slowdown if step > steps // 2 else 1.0
@@ -43,6 +43,7 @@ def write_run(folder: Path, steps: int, slowdown: float = 1.0) -> None:
             train_s = pace * (0.5 + 0.002 * taught)
             eval_s = 3.0 if step % 4 == 0 else 0.0
             times = {"timing_s/gen": gen_s, "timing_s/update_actor": train_s, "timing_s/eval": eval_s}
+            times["rollout/spec_drafted"] = drafted
             store.add_metrics(step, times | {"timing_s/step": gen_s + train_s + eval_s + 0.05})
 
 
@@ -56,6 +57,17 @@ def test_what_follows_the_rules_is_foretold(tmp_path: Path) -> None:
     phases, told = foretell(tmp_path / "run")
     assert told == 8 and [phase.name for phase in phases] == ["rollout", "training", "the rest", "step"]
     assert all(phase.error < 1e-6 and phase.foretold_s == pytest.approx(phase.measured_s) for phase in phases)
+
+
+def test_a_run_without_a_gradient_is_foretold_too(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 16, learns=False)
+    assert all(phase.error < 1e-6 for phase in foretell(tmp_path / "run")[0])
+
+
+def test_a_run_with_drafts_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 16, drafted=5.0)
+    with pytest.raises(ValueError, match="with drafts"):
+        foretell(tmp_path / "run")
 
 
 def test_what_changes_its_pace_is_not(tmp_path: Path) -> None:

@@ -88,6 +88,31 @@ def test_a_target_is_reached_with_fewer_gpus_and_the_cheaper_kind() -> None:
     assert not reaches
 
 
+@pytest.mark.parametrize("target", [23.956, 5.0])
+def test_a_target_that_all_gpus_reach_is_reached(target: float) -> None:
+    """The search must judge by what the plan is judged by."""
+    need = Need(7, LongTail(300, 2000), prompts=24, samples=4, target=target)
+    plans, reaches = make_plans([Offer.parse("h100:16")], need)
+    assert reaches and plans[0].rollouts_a_s >= target and plans[0].num_gpus < 16
+
+
+def test_few_prompts_with_many_samples_are_as_much_work_as_they_are() -> None:
+    """A step is simulated in part, but a prompt is not cut."""
+    times = []
+    for prompts, samples in ((2, 1024), (32, 64)):
+        (plan,), _ = make_plans([Offer.parse("h100:32")], Need(7, LongTail(300, 2000, 0.01), prompts, samples))
+        times.append(plan.step_s)
+    assert times[0] == pytest.approx(times[1], rel=0.35)
+
+
+def test_plans_hold_their_model() -> None:
+    """72B: workers of 4 that are whole, and 21 GPUs to train it."""
+    (plan,), _ = make_plans([Offer.parse("h100:33")], Need(72, SHORT, prompts=8, samples=2))
+    assert plan.sampling.count % 4 == 0 and plan.training.count >= 21 and plan.num_gpus <= 33
+    with pytest.raises(ValueError, match="what trains them"):
+        make_plans([Offer.parse("h100:5")], Need(72, SHORT, prompts=8, samples=2))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -96,6 +121,7 @@ def test_a_target_is_reached_with_fewer_gpus_and_the_cheaper_kind() -> None:
         ("h100:four", "is not like"),
         ("h100:0", "at least one GPU"),
         ("h100:2@-1", "a price above 0"),
+        ("h100:2@nan", "a price above 0"),
     ],
 )
 def test_offers_that_cannot_be(text: str, says: str) -> None:
@@ -150,7 +176,7 @@ def test_plan_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["reaches_target"] and found["plans"][0]["cost"] > 0
     assert run("plan", "--gpus", "h100:4", *small) == 0
     assert "no price" in capsys.readouterr().out
-    assert run("plan", "--gpus", "h100:2", *small, "--target", "1000000") == 2
+    assert run("plan", "--gpus", "h100:4", *small, "--target", "1000000", "--json") == 2
     assert "cannot be reached" in capsys.readouterr().err
 
 
@@ -164,6 +190,9 @@ def test_plan_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         ("simulate --lengths 7k", "known: 5k, 10k"),
         ("simulate --training sft", "known: grpo, ppo"),
         ("simulate --scaling 8,x", "--scaling takes whole numbers"),
+        ("simulate --size nan", "cannot be"),
+        ("simulate --shape mine", "give both"),
+        ("simulate --against here --html page.html", "leave out --html"),
         ("plan --gpus h100:1 --size 70", "offer more GPUs"),
         ("plan --gpus h100:8 --target 0", "above 0"),
     ],

@@ -183,7 +183,7 @@ def health_curve(metrics: Metrics, name: str) -> Figure | None:
     return figure
 
 
-def lines(series: Mapping[str, Series], unit: str, along: str = "step", height: int = 420) -> Figure:
+def lines(series: Mapping[str, Mapping[Any, float]], unit: str, along: str = "step", height: int = 420) -> Figure:
     """One line for each name; numbers of GPUs grow by factors along it."""
     traces = [
         _line(name, points, CYCLE[place % len(CYCLE)], dash=("solid", "dash")[place // len(CYCLE) % 2])

@@ -225,10 +225,12 @@ class Replay:
             )
         before, started = self._engine.facts().decode_tokens, time.perf_counter()
         full_tokens, full_s = 0, 0.0
+        was_full = False
         while self._engine.has_work:
             self._engine.step()
             facts = self._engine.facts()
-            if not full_s and not facts.num_waiting and facts.num_running < self._batch:
+            was_full |= facts.num_running == self._batch
+            if was_full and not full_s and not facts.num_waiting and facts.num_running < self._batch:
                 full_tokens, full_s = facts.decode_tokens - before, time.perf_counter() - started
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize()

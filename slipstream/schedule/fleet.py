@@ -6,8 +6,9 @@ Hence what is trained in step s was begun with a version of at least s - 1 - sta
 groups that take too long are carried into the next step, once at most, a step is opened one version later, and the same
 holds for s + 1.
 
-Invariants, asserted by `tests/test_schedule_fleet.py`, whatever workers come, die or leave in between: every rollout
-that was asked for is in exactly one closed step; a worker never has more rollouts than slots; no rollout is sampled
+Invariants, asserted by `tests/test_schedule_fleet.py`, whatever workers come, die or leave in between, also while a
+rollout is on its way from one to another: every rollout that was asked for is in exactly one closed step, unless it is
+carried into one that nobody asks for; a worker never has more rollouts than slots; no rollout is sampled
 twice at the same time; steps are closed in order; actions depend on the events alone.
 """
 
@@ -49,7 +50,6 @@ TAILS = {
     "whole": "every rollout ends where it began",
     "move": "a worker without work takes half of what the most crowded one has",
     "carry": "groups that are not done when CARRIED of a step are left go on in the next step",
-    "restart": "the same, but from their prompt and with the next step's weights",
 }
 CARRIED = 0.1
 """Of a step's groups: so many are carried at most."""
@@ -80,7 +80,7 @@ class Rules:
 
     @property
     def carries(self) -> bool:
-        return self.tail in ("carry", "restart")
+        return self.tail == "carry"
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +111,7 @@ class _Worker:
     num_expected: int = 0
     """Rollouts on their way to it, for which slots are kept."""
     load: float = 0.0
-    """About when it is done, were nothing added."""
+    """About how long what it has would take it from the start: what balances workers that get new work."""
     stamp: int = 0
     """Of its newest entry in the heaps."""
     is_here: bool = True
@@ -149,8 +149,9 @@ class Fleet:
         """Open ones, oldest first."""
         self._pending: list[tuple[int, float, int, _Rollout]] = []
         """For anybody: the oldest step first, in it the longest; a heap."""
-        self._by_load: list[tuple[float, int, int, _Worker]] = []
-        self._by_crowd: list[tuple[int, int, int, _Worker]] = []
+        self._by_load: list[tuple[float, int, _Worker]] = []
+        self._by_crowd: list[tuple[float, int, _Worker]] = []
+        """(how much, stamp, worker), in heaps from which an entry is dropped when it comes up and is out of date."""
         self._numbers = count()
 
     def on_event(self, event: FleetEvent, now_s: float) -> list[FleetAction]:
@@ -160,6 +161,7 @@ class Fleet:
             case WorkerLeft():
                 return self._on_loss(event)
             case RolloutsAsked():
+                assert event.rollouts, f"step {event.step} asks for nothing"
                 self._asked.append(event)
                 return self._open_steps()
             case WeightsLive():
@@ -264,8 +266,7 @@ class Fleet:
             if not step.carried_in.isdisjoint(late):
                 break
             self._steps.popleft()
-            if late:
-                actions += self._carry(step, late)
+            self._carry(step, late)
             done = [rollout for name, group in step.groups.items() if not step.num_left[name] for rollout in group]
             lengths: dict[str, list[float]] = {}
             for rollout in done:
@@ -273,10 +274,14 @@ class Fleet:
                 del self._rollouts[rollout.uid]
             self._forecaster.learn_step(lengths)
             actions.append(CloseStep(step.number, tuple(rollout.uid for rollout in done)))
+            if late and not self.rules.mixes_steps:  # what was carried is of the next step now, which may be taken up
+                for worker in list(self._workers.values()):
+                    actions += self._find_work(worker)
         return actions
 
-    def _carry(self, step: _Step, late: list[str]) -> list[FleetAction]:
-        actions: list[FleetAction] = []
+    def _carry(self, step: _Step, late: list[str]) -> None:
+        if not late:
+            return
         following = self._step(step.number + 1)
         self._steps = deque(sorted(self._steps, key=lambda one: one.number))
         for old_name in late:
@@ -287,11 +292,6 @@ class Fleet:
             following.num_late += 1
             for rollout in group:
                 rollout.step, rollout.group = following.number, name
-                if self.rules.tail == "restart" and not rollout.has_ended:
-                    rollout.num_tokens = 0
-                    if rollout.worker is not None:
-                        actions.append(self._take_back(rollout, rollout.worker))
-        return actions
 
     def _on_handed_back(self, event: HandedBack) -> list[FleetAction]:
         rollout = self._rollouts[event.rollout]
@@ -299,7 +299,7 @@ class Fleet:
         self._leave(rollout)
         target = self._unbind(rollout)
         assert worker is not None and target is not None, f"{event.rollout} was not asked back"
-        rollout.num_tokens = 0 if self.rules.tail == "restart" else event.num_tokens
+        rollout.num_tokens = event.num_tokens
         actions: list[FleetAction] = []
         if target.is_here:
             actions.append(self._begin(rollout, target))
@@ -318,7 +318,7 @@ class Fleet:
         actions: list[FleetAction] = []
         while self._pending:
             worker = self._least_loaded()
-            if worker is None:
+            if worker is None or not self._may_begin(self._pending[0][-1], worker):
                 break
             actions.append(self._begin(heapq.heappop(self._pending)[-1], worker))
         return actions
@@ -326,20 +326,22 @@ class Fleet:
     def _find_work(self, worker: _Worker) -> list[FleetAction]:
         """For a worker with free slots: of its own, of everybody's, of the others'."""
         actions: list[FleetAction] = []
-        while worker.num_free > 0:
-            if worker.queue:
-                if not self.rules.mixes_steps and any(
-                    one.step < worker.queue[0].step for one in worker.running.values()
-                ):
-                    break
-                actions.append(self._begin(worker.queue.popleft(), worker))
-            elif self._pending:
-                actions.append(self._begin(heapq.heappop(self._pending)[-1], worker))
-            else:
+        while worker.num_free > 0 and (worker.queue or self._pending):
+            is_own = bool(worker.queue) and not (self._pending and self._pending[0][0] < worker.queue[0].step)
+            rollout = worker.queue[0] if is_own else self._pending[0][-1]
+            if not self._may_begin(rollout, worker):
                 break
+            if is_own:
+                worker.queue.popleft()
+            else:
+                heapq.heappop(self._pending)
+            actions.append(self._begin(rollout, worker))
         if self.rules.tail == "move" and not worker.running and not worker.num_expected:
             actions += self._relieve_somebody(worker)
         return actions
+
+    def _may_begin(self, rollout: _Rollout, worker: _Worker) -> bool:
+        return self.rules.mixes_steps or all(one.step >= rollout.step for one in worker.running.values())
 
     def _begin(self, rollout: _Rollout, worker: _Worker) -> Sample:
         assert rollout.worker is None and not rollout.has_ended
@@ -380,12 +382,14 @@ class Fleet:
             return []
         if crowded.queue:
             for _ in range(-(-len(crowded.queue) // 2)):
-                worker.queue.append(crowded.queue.pop())
+                worker.queue.appendleft(crowded.queue.pop())
+            self._note(crowded)
             return self._find_work(worker)
-        curve, size = crowded.spec.curve, len(crowded.running)
+        staying = [one for one in crowded.running.values() if one.bound_for is None]
+        curve, size = crowded.spec.curve, len(staying)
         if size < 2 or curve.token_s(size) < WORTH_MOVING * curve.token_s(size - size // 2):
             return []
-        movable = [one for one in crowded.running.values() if one.bound_for is None and one.num_moves < MOST_MOVES]
+        movable = [one for one in staying if one.num_moves < MOST_MOVES]
         movable.sort(key=lambda one: (-one.forecast, one.order))
         actions: list[FleetAction] = []
         for rollout in movable[: min(size // 2, worker.num_free)]:
@@ -397,13 +401,16 @@ class Fleet:
     def _note(self, worker: _Worker) -> None:
         """Its place among the others has changed."""
         worker.stamp = next(self._numbers)
-        heapq.heappush(self._by_load, (worker.load, worker.stamp, 0, worker))
-        if self.rules.tail == "move":
-            heapq.heappush(self._by_crowd, (-len(worker.running) - len(worker.queue), worker.stamp, 0, worker))
+        heapq.heappush(self._by_load, (worker.load, worker.stamp, worker))
+        heapq.heappush(self._by_crowd, (-len(worker.running) - len(worker.queue), worker.stamp, worker))
+        for heap in (self._by_load, self._by_crowd):
+            if len(heap) > 4 * len(self._workers) + 64:  # most of it is out of date
+                heap[:] = [entry for entry in heap if entry[1] == entry[2].stamp and entry[2].is_here]
+                heapq.heapify(heap)
 
     def _least_loaded(self) -> _Worker | None:
         while self._by_load:
-            _, stamp, _, worker = self._by_load[0]
+            _, stamp, worker = self._by_load[0]
             if stamp == worker.stamp and worker.is_here and worker.num_free > 0:
                 return worker
             heapq.heappop(self._by_load)
@@ -411,7 +418,7 @@ class Fleet:
 
     def _most_crowded(self) -> _Worker | None:
         while self._by_crowd:
-            _, stamp, _, worker = self._by_crowd[0]
+            _, stamp, worker = self._by_crowd[0]
             if stamp == worker.stamp and worker.is_here:
                 return worker
             heapq.heappop(self._by_crowd)

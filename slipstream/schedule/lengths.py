@@ -2,7 +2,8 @@
 
 What is forecast is the mean of the lengths that are still possible: the prompt's past lengths, brought to today's
 level, and those of siblings that have ended, as far as they are longer than what was sampled already. Fresh lengths
-count more than old ones. A prompt without a past has that of all prompts.
+count more than old ones. A prompt without a past is forecast from what is known of it (`ranker.py`), or else has the
+past of all prompts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from slipstream.schedule.ranker import Features, LengthRanker
 
 KEPT = 32
 """Lengths kept of a prompt."""
@@ -25,7 +28,10 @@ BEYOND = 1.3
 
 
 class LengthForecaster:
-    def __init__(self) -> None:
+    def __init__(self, features: Callable[[str], Features | None] = lambda prompt: None) -> None:
+        """`features`: what is known of a prompt, of the same kind for all that have any."""
+        self._features = features
+        self._ranker = LengthRanker()
         self._visits: dict[str, deque[tuple[int, float, float]]] = {}
         """By prompt: (its visit, a length, the level when it was sampled)."""
         self._num_visits: dict[str, int] = {}
@@ -44,6 +50,8 @@ class LengthForecaster:
                 shifts += [math.log(length) - before for length in group]
         if shifts:
             self._level += statistics.fmean(shifts)
+        described = {prompt: found for prompt in lengths if (found := self._features(prompt)) is not None}
+        self._ranker.learn_step(described, lengths)
         for prompt, group in lengths.items():
             visit = self._num_visits[prompt] = self._num_visits.get(prompt, 0) + 1
             kept = self._visits.setdefault(prompt, deque(maxlen=KEPT))
@@ -55,7 +63,10 @@ class LengthForecaster:
     ) -> float:
         """Tokens in all, of a rollout that has `num_sampled` of them."""
         known = self._known(prompt) + [(length, SIBLING_WEIGHT) for length in ended_siblings]
-        if not known:
+        features = self._features(prompt) if not known else None
+        if features is not None and self._ranker.has_learned:
+            known = [(self._ranker.forecast(features), 1.0)]
+        elif not known:
             known = [(length * math.exp(self._level - level), 1.0) for length, level in self._recent]
         possible = [(length, weight) for length, weight in known if length > num_sampled]
         return min(limit, _mean(possible) if possible else max(1.0, BEYOND * num_sampled))

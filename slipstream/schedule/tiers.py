@@ -52,7 +52,9 @@ def tier_sizes(
         return sizes
 
     low_s, high_s = 0.0, time_s(groups[-1], 1) + time_s(groups[0], 1)
-    while sum(sizes_for(high_s)) > len(workers) and high_s - low_s > 1e-3 * high_s:
+    for _ in range(30):
+        if sum(sizes_for(high_s)) <= len(workers):
+            break
         low_s, high_s = high_s, 2 * high_s
     for _ in range(30):
         middle_s = (low_s + high_s) / 2

@@ -21,7 +21,7 @@ from slipstream.schedule.speeds import SpeedCurve
 from slipstream.simulate.worker import run_to_end
 
 GENERATION, TRAINING, WHOLE = "timing_s/gen", "timing_s/update_actor", "timing_s/step"
-EVALUATION = "timing_s/eval"
+EVALUATION, DRAFTED = "timing_s/eval", "rollout/spec_drafted"
 LEAST_STEPS = 6
 _ONE_S = SpeedCurve(((1, 1.0),))
 
@@ -42,7 +42,10 @@ def foretell(run: Path) -> tuple[list[Phase], int]:
         raise ValueError(f"{run} is no run's folder: it has no config.yaml. Give one that `slipstream train` wrote")
     slots = load_config(run / "config.yaml").engine.max_sequences
     with RunStore(run, read_only=True) as store:
-        metrics, rollouts = store.metrics_by_name(), store.rollouts(kind="train")
+        metrics = store.metrics_by_name()
+        rollouts = sorted(store.rollouts(kind="train"), key=lambda one: (one.step, [*map(_number, one.uid.split("/"))]))
+    if any(metrics.get(DRAFTED, {}).values()):
+        raise ValueError(f"{run} sampled with drafts, whose tokens a step are not foretold: give one without")
     lengths: dict[int, list[float]] = {}
     rewards: dict[tuple[int, str], set[float | None]] = {}
     for rollout in rollouts:
@@ -73,6 +76,10 @@ def foretell(run: Path) -> tuple[list[Phase], int]:
     return phases, len(told)
 
 
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else -1
+
+
 def num_steps(lengths: Sequence[float], slots: int) -> int:
     """Decoding steps until all have ended, if they are taken up in this order as slots are free."""
     by_uid = {str(place): length for place, length in enumerate(lengths)}
@@ -91,10 +98,10 @@ def _fitted(
     first = second = -1.0
     if determinant > 1e-9 * xx * yy:
         first, second = (xt * yy - yt * xy) / determinant, (yt * xx - xt * xy) / determinant
+    if second < 0 or not yy:
+        first, second = xt / xx, 0.0
     if first < 0:
         first, second = 0.0, yt / yy
-    elif second < 0:
-        first, second = xt / xx, 0.0
     return lambda step: first * parts[step][0] + second * parts[step][1]
 
 

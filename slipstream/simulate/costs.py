@@ -101,7 +101,7 @@ def costs_of(
     curve: SpeedCurve | None = None,
 ) -> Costs:
     """`curve`: measured, of one worker; else it is reckoned."""
-    if billions <= 0:
+    if not 0 < billions < math.inf:
         raise ValueError(f"a model of {billions} billion weights cannot be: give its size, e.g. 7")
     if training not in TRAINING_FLOPS:
         raise ValueError(f"unknown training '{training}'; known: {', '.join(TRAINING_FLOPS)}")

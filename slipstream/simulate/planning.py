@@ -14,18 +14,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from slipstream.simulate.costs import BYTES, GPUS, costs_of
+from slipstream.simulate.costs import BYTES, GPUS, Gpu, costs_of, gpus_a_worker
 from slipstream.simulate.study import best_result
 from slipstream.simulate.systems import SYSTEMS
 from slipstream.simulate.workloads import LongTail, SimulatedStep
 from slipstream.simulate.world import simulate
 
 OUR_SYSTEM = "Slipstream"
+TRAINED_BYTES = 16
+"""Of a weight: the weight, its gradient and two moments in single precision, shared among the GPUs that train."""
+MEMORY_TO_TRAIN = 0.7
+"""Of a GPU: the rest is for activations."""
 STEPS = 8
 MOST_ROLLOUTS = 512
 """Of a simulated step: larger ones are simulated in part."""
 SEEDS = (0, 1, 2)
-"""The plan's time is the mean over so many workloads; the search looks at the first."""
+"""A plan's time is the mean over so many workloads; where it is split, the first decides."""
 FAR_BYTES_S = 10e9
 """At which weights go to another datacenter."""
 
@@ -48,7 +52,7 @@ class Offer:
             offer = Offer(kind, int(number), float(price) if price else None)
         except ValueError:
             raise ValueError(f"'{text}' is not like h100:64 or h100:64@2.5 (kind:count@price an hour)") from None
-        if offer.count < 1 or (offer.price is not None and offer.price <= 0):
+        if offer.count < 1 or (offer.price is not None and not 0 < offer.price < math.inf):
             raise ValueError(f"'{text}': at least one GPU, and a price above 0")
         return offer
 
@@ -106,7 +110,7 @@ def make_plans(
                 plans += _of_two_kinds(sampling, training, need)
     if not plans:
         raise ValueError(
-            f"no offer can hold a worker for {need.billions:g} billion weights and a trainer: offer more GPUs"
+            f"no offer can hold a worker for {need.billions:g} billion weights and what trains them: offer more GPUs"
         )
     reaching = [plan for plan in plans if need.target is None or plan.rollouts_a_s >= need.target]
     has_prices = all(plan.cost is not None for plan in plans)
@@ -117,100 +121,106 @@ def make_plans(
     return sorted(plans, key=lambda plan: plan.step_s), need.target is None
 
 
-def _scale(need: Need) -> int:
-    return max(1, need.prompts * need.samples // MOST_ROLLOUTS)
-
-
-def _draw(need: Need, scale: int, seed: int) -> list[SimulatedStep]:
-    prompts = max(1, need.prompts // scale)
-    return need.lengths.draw(
-        num_prompts=4 * prompts, prompts_per_step=prompts, samples=need.samples, steps=STEPS, seed=seed
-    )
+def _fewest_trainers(need: Need, gpu: Gpu) -> int:
+    """That hold the weights and what training adds to them."""
+    return math.ceil(TRAINED_BYTES * need.billions / (MEMORY_TO_TRAIN * gpu.gigabytes))
 
 
 def _of_one_kind(offer: Offer, need: Need) -> list[Plan]:
     """As many of the offer as are needed for the target, or all."""
-    steps = _draw(need, 1 if need.prompts * need.samples <= MOST_ROLLOUTS else _scale(need), SEEDS[0])
-    costs = costs_of(need.billions, GPUS[offer.gpu], steps, training=need.training)
+    gpu = GPUS[offer.gpu]
+    unit, trainers = gpus_a_worker(need.billions, gpu), _fewest_trainers(need, gpu)
+    if offer.count < unit + trainers:
+        return []
 
     @cache
-    def split(num_gpus: int) -> tuple[float, int]:
-        """(seconds a step, how many train)."""
-        scale = min(_scale(need), max(1, num_gpus // (2 * costs.gpus_a_worker)))
-        work = steps if scale == _scale(need) else _draw(need, scale, SEEDS[0])
-        found = best_result("", SYSTEMS[OUR_SYSTEM], costs, work, max(num_gpus // scale, costs.gpus_a_worker + 1))
-        return found.step_s, max(1, round(found.train_gpus * num_gpus / found.outcome.num_gpus))
+    def best(num_gpus: int) -> Plan:
+        """Of this many: by a search at a smaller scale, and then as it is."""
+        scale = _scale(need, num_gpus // (unit + trainers))
+        steps, _ = _draw(need, scale, SEEDS[0])
+        costs = costs_of(need.billions, gpu, steps, training=need.training)
+        found = best_result("", SYSTEMS[OUR_SYSTEM], costs, steps, num_gpus // scale)
+        train_gpus = max(trainers, round(found.train_gpus * num_gpus / found.outcome.num_gpus))
+        workers = max(1, (num_gpus - train_gpus) // unit)
+        return _timed(offer, workers * unit, offer, max(trainers, num_gpus - workers * unit), need)
 
-    least = costs.gpus_a_worker + 1
-    if offer.count < least:
-        return []
     num_gpus = offer.count
-    num_rollouts = need.prompts * need.samples
-    if need.target is not None and num_rollouts / split(num_gpus)[0] >= need.target:
-        low = least
+    if need.target is not None and best(num_gpus).rollouts_a_s >= need.target:
+        low = unit + trainers - 1
         while num_gpus - low > max(1, num_gpus // 16):
-            middle = (low + num_gpus) // 2
-            if num_rollouts / split(middle)[0] >= need.target:
+            middle = (low + num_gpus + 1) // 2
+            if best(middle).rollouts_a_s >= need.target:
                 num_gpus = middle
             else:
                 low = middle
-    train_gpus = split(num_gpus)[1]
-    return [_timed(offer, num_gpus - train_gpus, offer, train_gpus, need)]
+    return [best(num_gpus)]
 
 
 def _of_two_kinds(sampling: Offer, training: Offer, need: Need) -> list[Plan]:
-    """All of the side that is slower; of the other as few as do not slow it down."""
-    steps = _draw(need, _scale(need), SEEDS[0])
-    costs = costs_of(need.billions, GPUS[sampling.gpu], steps, training=need.training)
-    workers = sampling.count // costs.gpus_a_worker
-    if not workers:
+    """As few of each side as reach the target, or as do not slow the other down."""
+    unit = gpus_a_worker(need.billions, GPUS[sampling.gpu])
+    workers, trainers = sampling.count // unit, _fewest_trainers(need, GPUS[training.gpu])
+    if not workers or training.count < trainers:
         return []
 
     @cache
-    def step_s(num_workers: int, train_gpus: int) -> float:
-        return _timed(sampling, num_workers * costs.gpus_a_worker, training, train_gpus, need, SEEDS[:1]).step_s
+    def timed(num_workers: int, train_gpus: int) -> Plan:
+        return _timed(sampling, num_workers * unit, training, train_gpus, need)
 
-    fastest = step_s(workers, training.count)
-    train_gpus = _fewest(lambda count: step_s(workers, count) <= 1.02 * fastest, training.count)
-    num_workers = _fewest(lambda count: step_s(count, train_gpus) <= 1.04 * fastest, workers)
-    return [_timed(sampling, num_workers * costs.gpus_a_worker, training, train_gpus, need)]
+    fastest = timed(workers, training.count)
+    reaches = need.target is not None and fastest.rollouts_a_s >= need.target
+
+    def is_enough(plan: Plan, slack: float) -> bool:
+        if reaches:
+            assert need.target is not None
+            return plan.rollouts_a_s >= need.target
+        return plan.step_s <= slack * fastest.step_s
+
+    train_gpus = _fewest(lambda count: is_enough(timed(workers, count), 1.02), trainers, training.count)
+    num_workers = _fewest(lambda count: is_enough(timed(count, train_gpus), 1.04), 1, workers)
+    return [timed(num_workers, train_gpus)]
 
 
-def _fewest(is_enough: Callable[[int], bool], most: int) -> int:
-    low, high = 0, most
+def _fewest(is_enough: Callable[[int], bool], least: int, most: int) -> int:
+    """To a sixteenth of `most`, which is enough."""
+    low, high = least - 1, most
     while high - low > max(1, most // 16):
-        middle = (low + high) // 2
+        middle = (low + high + 1) // 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
     return high
 
 
-def _timed(
-    sampling: Offer, sampling_gpus: int, training: Offer, train_gpus: int, need: Need, seeds: Sequence[int] = SEEDS
-) -> Plan:
+def _scale(need: Need, most: int) -> int:
+    """So many times smaller a step is simulated: at most `most`, and no smaller than a prompt."""
+    return max(1, min(need.prompts * need.samples // MOST_ROLLOUTS, need.prompts, most))
+
+
+def _draw(need: Need, scale: int, seed: int) -> tuple[list[SimulatedStep], float]:
+    """A part of the steps, and how many times larger they are in truth than this part times `scale`."""
+    prompts = max(1, round(need.prompts / scale))
+    steps = need.lengths.draw(
+        num_prompts=4 * prompts, prompts_per_step=prompts, samples=need.samples, steps=STEPS, seed=seed
+    )
+    return steps, need.prompts / (scale * prompts)
+
+
+def _timed(sampling: Offer, sampling_gpus: int, training: Offer, train_gpus: int, need: Need) -> Plan:
     """Simulated with the split as it is, at a scale at which one worker and one trainer are left at least."""
+    unit = gpus_a_worker(need.billions, GPUS[sampling.gpu])
+    scale = _scale(need, min(sampling_gpus // unit, train_gpus))
+    workers = max(1, round(sampling_gpus / scale / unit))
+    trainers = max(1, round(train_gpus * workers * unit / sampling_gpus))
     times, idle = [], []
-    for seed in seeds:
-        steps = _draw(need, _scale(need), seed)
+    for seed in SEEDS:
+        steps, larger = _draw(need, scale, seed)
         costs = costs_of(need.billions, GPUS[sampling.gpu], steps, training=need.training)
-        scale = min(_scale(need), max(1, sampling_gpus // costs.gpus_a_worker), train_gpus)
-        if scale != _scale(need):
-            steps = _draw(need, scale, seed)
         trainer = costs_of(need.billions, GPUS[training.gpu], steps, training=need.training)
         is_far = sampling.gpu != training.gpu
         weights_s = BYTES * need.billions * 1e9 / FAR_BYTES_S if is_far else costs.weights_s
         costs = dataclasses.replace(costs, train_gpu_s=trainer.train_gpu_s, weights_s=weights_s)
-        workers = max(1, round(sampling_gpus / scale / costs.gpus_a_worker))
-        # What rounding to whole workers takes or adds is made up for by the trainers' number.
-        trainers = max(1, round(train_gpus * workers * costs.gpus_a_worker / sampling_gpus))
-        outcome = simulate(
-            SYSTEMS[OUR_SYSTEM],
-            costs,
-            steps,
-            num_gpus=workers * costs.gpus_a_worker + trainers,
-            train_gpus=trainers,
-        )
-        ratio = workers * costs.gpus_a_worker * scale / sampling_gpus
-        times.append(outcome.step_s * ratio)
+        outcome = simulate(SYSTEMS[OUR_SYSTEM], costs, steps, num_gpus=workers * unit + trainers, train_gpus=trainers)
+        # What rounding to whole workers and prompts adds or takes is made up for.
+        times.append(outcome.step_s * larger * workers * unit * scale / sampling_gpus)
         idle.append(outcome.idle_share)
     step_s = statistics.fmean(times)
     return Plan(

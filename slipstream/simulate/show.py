@@ -108,7 +108,8 @@ def show_comparison(
                 by_size.setdefault(name, {})[size] = best_result(name, system, costs, scaled, size)
     num_rollouts = prompts * samples
     title = f"{billions:g}B on {num_gpus} {gpu.upper()}, {num_rollouts} rollouts a step, lengths {lengths}"
-    baseline = next((result.step_s for result in results if result.name == BASELINE), results[0].step_s)
+    first = next((result for result in results if result.name == BASELINE), results[0])
+    baseline = first.step_s
     console.print(_table(title, results, baseline, num_gpus, num_rollouts))
     console.print(_assumptions(costs, curve_file))
     record = {
@@ -133,7 +134,7 @@ def show_comparison(
         json_file.write_text(json.dumps(record, indent=1) + "\n")
         console.print(f"written to {json_file}")
     if html_file is not None:
-        html_file.write_text(_page(title, results, baseline, by_size, num_rollouts, _assumptions(costs, curve_file)))
+        html_file.write_text(_page(title, results, first, by_size, num_rollouts, _assumptions(costs, curve_file)))
         console.print(f"look at {html_file}")
     return record
 
@@ -166,7 +167,21 @@ def show_plan(*, offers: str, need: Need, as_json: bool = False) -> list[Plan]:
     record = {"what": "slipstream plan", "reaches_target": reaches, "plans": [plan.as_dict() for plan in plans]}
     if as_json:
         console.print_json(json.dumps(record))
-        return plans
+    else:
+        console.print(_plan_table(plans, need))
+        console.print(
+            "Simulated with drafts from history and one step of staleness; +-: half the range over three workloads "
+            "drawn. Decoding is reckoned from data sheets."
+        )
+    if not reaches:
+        raise ValueError(
+            f"{need.target:g} rollouts a second cannot be reached: these GPUs give {plans[0].rollouts_a_s:.2f} at "
+            "most. Offer more, or ask for less"
+        )
+    return plans
+
+
+def _plan_table(plans: Sequence[Plan], need: Need) -> Table:
     title = (
         f"{need.billions:g}B, {need.prompts * need.samples} rollouts a step, median {need.lengths.median:,.0f} tokens"
     )
@@ -183,17 +198,7 @@ def show_plan(*, offers: str, need: Need, as_json: bool = False) -> list[Plan]:
             f"{plan.idle_share:.0%}",
             "no price" if plan.cost is None else f"{plan.cost:.2f}",
         )
-    console.print(shown)
-    console.print(
-        "Simulated with drafts from history and one step of staleness; +-: half the range over three workloads drawn. "
-        "Decoding is reckoned from data sheets: measure yours with `slipstream bench engine`."
-    )
-    if not reaches:
-        raise ValueError(
-            f"{need.target:g} rollouts a second cannot be reached: these GPUs give {plans[0].rollouts_a_s:.2f} at "
-            "most. Offer more, or ask for less"
-        )
-    return plans
+    return shown
 
 
 def _table(title: str, results: Sequence[Result], baseline: float, num_gpus: int, num_rollouts: int) -> Table:
@@ -226,14 +231,15 @@ def _assumptions(costs: Costs, curve_file: Path | None) -> str:
 def _page(
     title: str,
     results: Sequence[Result],
-    baseline: float,
+    first: Result,
     by_size: Mapping[str, Mapping[int, Result]],
     num_rollouts: int,
     assumptions: str,
 ) -> str:
+    baseline = first.step_s
     speedups = {one.name: baseline / one.step_s for one in results}
     idle_shares = {one.name: 100 * one.outcome.idle_share for one in results}
-    body = [card(f"Speed-up over {BASELINE}", figure_html(ranking(speedups, "times")))]
+    body = [card(f"Speed-up over {first.name}", figure_html(ranking(speedups, "times")))]
     body += [card("Idle GPU-time", figure_html(ranking(idle_shares, "%")))]
     charts = "".join(
         card(one.name, figure_html(lines({one.name: one.outcome.decoding_over(POINTS)}, "GPUs", "s", height=220)))

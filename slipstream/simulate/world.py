@@ -67,6 +67,8 @@ class Costs:
     """From the end of training until all workers have the weights."""
     prefill_share: float = 0.005
     """Of the time of decoding a token: that of computing its keys again when a rollout goes on elsewhere."""
+    hand_back_s: float = 0.0
+    """Between taking a rollout from a worker and telling the fleet, which may hear other things meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +115,16 @@ class Outcome:
         first, last = self._steady()
         return 1 - (last.busy_gpu_s - first.busy_gpu_s) / ((last.trained_s - first.trained_s) * self.num_gpus)
 
-    def decoding_over(self, num_points: int) -> dict[int, float]:
+    def decoding_over(self, num_points: int) -> dict[float, float]:
         """{seconds since pipelines were full: GPUs that decode}, until there was no next step to sample."""
         first, last = (step.trained_s for step in self._steady())
         times = [first + (last - first) * point / (num_points - 1) for point in range(num_points)]
-        found, place = {}, 0
+        found: dict[float, float] = {}
+        place = 0
         for at_s in times:
             while place + 1 < len(self.decoding) and self.decoding[place + 1][0] <= at_s:
                 place += 1
-            found[round(at_s - first)] = float(self.decoding[place][1])
+            found[round(at_s - first, 3)] = float(self.decoding[place][1])
         return found
 
     def _steady(self) -> tuple[StepTimes, StepTimes]:
@@ -184,6 +187,8 @@ class World:
         self._changed: dict[str, SimulatedWorker] = {}
         """Those whose next end is to be reckoned anew once the fleet has said all it wants."""
         self._ended: deque[str] = deque()
+        self._on_the_way: dict[str, tuple[str, int]] = {}
+        """Rollouts that were taken back: from which worker, and with how many tokens."""
         self._busy: set[str] = set()
         self._decoding: list[tuple[float, int]] = []
         self._depth = 0
@@ -236,6 +241,7 @@ class World:
 
     def _settle(self) -> None:
         """Once the fleet has said all it wants: who has ended meanwhile, and when whoever changed will end."""
+        self._depth += 1  # what the fleet says to these is not settled one inside the other
         while self._ended:
             uid = self._ended.popleft()
             group = self._groups.pop(uid)
@@ -243,6 +249,7 @@ class World:
             if not group.num_left:
                 self._trainer.take_in(group.step, group.num_tokens, self.now_s)
             self._tell(RolloutEnded(uid, int(self._lengths[uid])))
+        self._depth -= 1
         for worker in self._changed.values():
             self._expect_end(worker)
         self._changed.clear()
@@ -270,9 +277,12 @@ class World:
             self._busy_s += worker.busy_s
             self._stamps[change.worker] = -1
             self._note_work(change.worker, has_work=False)
-            left = worker.tokens_to_go()
-            tokens = tuple((uid, self._sampled(uid, to_go)) for uid, to_go in left.items())
-            self._tell(WorkerLeft(change.worker, tokens))
+            tokens = {uid: self._sampled(uid, to_go) for uid, to_go in worker.tokens_to_go().items()}
+            for uid, (origin, sampled) in list(self._on_the_way.items()):
+                if origin == change.worker:
+                    tokens[uid] = sampled
+                    del self._on_the_way[uid]
+            self._tell(WorkerLeft(change.worker, tuple(tokens.items())))
 
     def _join(self, name: str) -> None:
         spec = WorkerSpec(name, self._curve, self._costs.slots)
@@ -297,7 +307,16 @@ class World:
             return  # which the fleet is about to hear
         to_go = worker.withdraw(action.rollout)
         self._num_moved += 1
-        self._tell(HandedBack(action.rollout, self._sampled(action.rollout, to_go)))
+        back = HandedBack(action.rollout, self._sampled(action.rollout, to_go))
+        if self._costs.hand_back_s:
+            self._on_the_way[action.rollout] = action.worker, back.num_tokens
+            self._at(self.now_s + self._costs.hand_back_s, lambda: self._arrive(back))
+        else:
+            self._tell(back)
+
+    def _arrive(self, back: HandedBack) -> None:
+        if self._on_the_way.pop(back.rollout, None) is not None:  # else its worker left first, and it with it
+            self._tell(back)
 
     def _expect_end(self, worker: SimulatedWorker) -> None:
         stamp = self._stamps[worker.spec.name] = next(self._numbers)

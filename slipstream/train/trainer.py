@@ -241,13 +241,18 @@ class Trainer:
     def _as_promised(self) -> Iterator[None]:
         """If asked for, without the kernels whose sums come out in the order of chance; only here, since the engine has
         none of them, and torch's promise would slow it down."""
-        before = torch.are_deterministic_algorithms_enabled()
-        if self.training.deterministic and self.device.type == "cuda":
-            torch.use_deterministic_algorithms(True)
+        if not self.training.deterministic or self.device.type != "cuda":
+            yield
+            return
+        before, only_warns = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        torch.use_deterministic_algorithms(True)
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before)
+            torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
     def _enter(self, stage: Literal["supervised", "policy"]) -> None:
         # Moments of one loss are the wrong scale for the other's first steps.

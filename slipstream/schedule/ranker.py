@@ -1,0 +1,88 @@
+"""How long rollouts of a prompt nobody has sampled yet will be: a regression on what is known of the prompt. Pure.
+
+Ridge regression of the logarithm of lengths, learned online: each step adds its prompts, and what older steps said
+fades, since the policy moves on. Features are whatever describes a prompt: the policy's own representation of it (the
+mean of its hidden states), or, where there is none, its token ids (`token_features`). The order of prompts is what
+dispatch needs; it comes right long before the lengths do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.rng import derive_seed
+
+FADING = 0.7
+"""Of what was learned before, what is left after another step."""
+RIDGE = 0.1
+"""Pull towards the mean, relative to the features' own scale: prompts are few, features many."""
+TOKEN_FEATURES = 256
+
+Features = NDArray[np.float64]
+
+
+class LengthRanker:
+    def __init__(self) -> None:
+        self._num_prompts = 0.0
+        self._feature_sums: Features | None = None
+        self._products: Features | None = None
+        """Of features with one another, summed over prompts."""
+        self._with_length: Features | None = None
+        self._length_sum = 0.0
+        self._solved: tuple[Features, Features, float] | None = None
+
+    @property
+    def has_learned(self) -> bool:
+        return self._num_prompts > 0
+
+    def learn_step(self, features: Mapping[str, Features], lengths: Mapping[str, Sequence[float]]) -> None:
+        """The prompts of one step, each with the lengths of its samples."""
+        known = [prompt for prompt in lengths if prompt in features and lengths[prompt]]
+        if not known:
+            return
+        rows = np.stack([np.asarray(features[prompt], np.float64) for prompt in known])
+        logs = np.array([sum(map(math.log, lengths[prompt])) / len(lengths[prompt]) for prompt in known])
+        if self._products is None:
+            width = rows.shape[1]
+            self._feature_sums, self._with_length = np.zeros(width), np.zeros(width)
+            self._products = np.zeros((width, width))
+        assert self._feature_sums is not None and self._with_length is not None
+        self._num_prompts = FADING * self._num_prompts + len(known)
+        self._length_sum = FADING * self._length_sum + float(logs.sum())
+        self._feature_sums = FADING * self._feature_sums + rows.sum(0)
+        self._products = FADING * self._products + rows.T @ rows
+        self._with_length = FADING * self._with_length + rows.T @ logs
+        self._solved = None
+
+    def forecast(self, features: Features) -> float:
+        """Tokens of a typical rollout; ask `has_learned` first."""
+        weights, centre, mean = self._solve()
+        return math.exp(min(20.0, mean + float((np.asarray(features, np.float64) - centre) @ weights)))
+
+    def _solve(self) -> tuple[Features, Features, float]:
+        if self._solved is None:
+            assert self._products is not None and self._feature_sums is not None and self._with_length is not None
+            count = self._num_prompts
+            centre, mean = self._feature_sums / count, self._length_sum / count
+            spread = self._products / count - np.outer(centre, centre)
+            along = self._with_length / count - centre * mean
+            scale = max(float(np.trace(spread)) / len(centre), 1e-12)
+            weights: Features = np.linalg.solve(spread + RIDGE * scale * np.eye(len(centre)), along).astype(np.float64)
+            self._solved = weights, centre, mean
+        return self._solved
+
+
+def token_features(token_ids: Sequence[int]) -> Features:
+    """Which tokens and pairs of tokens a prompt has, in TOKEN_FEATURES numbers, and how many it has."""
+    found = np.zeros(TOKEN_FEATURES + 1)
+    for place, token in enumerate(token_ids):
+        found[derive_seed("token", token) % TOKEN_FEATURES] += 1.0
+        if place:
+            found[derive_seed("pair", token_ids[place - 1], token) % TOKEN_FEATURES] += 1.0
+    found[:TOKEN_FEATURES] /= max(1.0, float(np.linalg.norm(found)))
+    found[TOKEN_FEATURES] = math.log1p(len(token_ids)) / 4
+    return found

@@ -78,6 +78,17 @@ def test_drafts_and_a_worker_that_dies_by_hand() -> None:
         simulate(System(PLAIN), costs, work, num_gpus=3, train_gpus=1, changes=gone)
 
 
+def test_steps_that_come_in_turns_are_counted_in_whole_turns() -> None:
+    """One step behind, two at a time: a long wait and a short one. Any number of steps must tell the same time."""
+    work = PRESETS["20k"].draw(num_prompts=64, prompts_per_step=32, samples=4, steps=13, seed=0)
+    costs = Costs(SEEN, slots=256, gpus_a_worker=1, train_gpu_s=1e-5)
+    times = [
+        simulate(SYSTEMS["one step behind"], costs, work[:count], num_gpus=4, train_gpus=1).step_s
+        for count in (10, 11, 12, 13)
+    ]
+    assert max(times) < 1.15 * min(times)
+
+
 def test_hundreds_may_end_at_the_same_moment() -> None:
     costs = Costs(FLAT, slots=512, gpus_a_worker=1, train_gpu_s=0.001)
     outcome = simulate(SYSTEMS["apart"], costs, steps_of([1000.0] * 512), num_gpus=2, train_gpus=1)

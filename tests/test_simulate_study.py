@@ -186,7 +186,7 @@ def test_plan_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         ("simulate --gpus 0", "at least 1 is needed"),
         ("simulate --curve nowhere.json", "bench engine --json nowhere.json"),
         ("simulate --systems mine", "known: colocated; one step behind"),
-        ("simulate --steps 3", "at least 6 are needed"),
+        ("simulate --steps 3", "at least 8 are needed"),
         ("simulate --lengths 7k", "known: 5k, 10k"),
         ("simulate --training sft", "known: grpo, ppo"),
         ("simulate --scaling 8,x", "--scaling takes whole numbers"),

@@ -22,7 +22,7 @@ from slipstream.simulate.planning import Need, Offer, Plan, make_plans
 from slipstream.simulate.study import Result, best_result, compare
 from slipstream.simulate.systems import SYSTEMS
 from slipstream.simulate.workloads import PRESETS, SimulatedStep
-from slipstream.simulate.world import FILLING, Costs
+from slipstream.simulate.world import Costs, least_steps
 
 BASELINE = "colocated"
 POINTS = 300
@@ -84,7 +84,7 @@ def show_comparison(
     if num_gpus < 1:
         raise ValueError(f"--gpus {num_gpus}: at least 1 is needed, and 2 where generation and training are apart")
     chosen = choose_systems(systems)
-    least = FILLING + 2 + max(system.rules.staleness for system in chosen.values())
+    least = least_steps(max(system.rules.staleness for system in chosen.values()))
     if steps < least:
         raise ValueError(f"--steps {steps}: pipelines fill in the first steps, so at least {least} are needed")
     work = draw(lengths, prompts=prompts, samples=samples, steps=steps, seed=seed)

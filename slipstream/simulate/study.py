@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from slipstream.simulate.workloads import SimulatedStep
-from slipstream.simulate.world import Costs, Outcome, System, simulate
+from slipstream.simulate.world import Costs, Outcome, System, least_steps, simulate
 
 COARSE, FINE = 8, 64
 """Splits that are tried at first, and how finely in the end, as a part of the workers."""
-SEARCH_STEPS = 6
-"""Steps simulated for each split that is tried, beside one for each of staleness."""
+SEARCH_TURNS = 2
+"""Of steady steps, simulated for each split that is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def best_result(name: str, system: System, costs: Costs, steps: Sequence[Simulat
 
     @cache
     def step_s(num_workers: int) -> float:
-        few = steps[: SEARCH_STEPS + system.rules.staleness]
+        few = steps[: least_steps(system.rules.staleness, SEARCH_TURNS)]
         return simulate(system, costs, few, num_gpus=num_gpus, train_gpus=num_gpus - num_workers * unit).step_s
 
     spacing = max(1, most_workers // COARSE)

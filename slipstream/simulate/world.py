@@ -106,18 +106,18 @@ class Outcome:
     @property
     def step_s(self) -> float:
         """Seconds from one step to the next, once pipelines are full and as long as there is a next step to sample."""
-        first, last = self._steady()
-        return (last.trained_s - first.trained_s) / (len(self.steps) - FILLING - 1 - self.staleness)
+        first, last, num_steps = self._steady()
+        return (last.trained_s - first.trained_s) / num_steps
 
     @property
     def idle_share(self) -> float:
         """GPU-time in which nothing was decoded or trained, in the same steps."""
-        first, last = self._steady()
+        first, last, _ = self._steady()
         return 1 - (last.busy_gpu_s - first.busy_gpu_s) / ((last.trained_s - first.trained_s) * self.num_gpus)
 
     def decoding_over(self, num_points: int) -> dict[float, float]:
         """{seconds since pipelines were full: GPUs that decode}, until there was no next step to sample."""
-        first, last = (step.trained_s for step in self._steady())
+        first, last = (step.trained_s for step in self._steady()[:2])
         times = [first + (last - first) * point / (num_points - 1) for point in range(num_points)]
         found: dict[float, float] = {}
         place = 0
@@ -127,11 +127,20 @@ class Outcome:
             found[round(at_s - first, 3)] = float(self.decoding[place][1])
         return found
 
-    def _steady(self) -> tuple[StepTimes, StepTimes]:
-        least = FILLING + 2 + self.staleness
+    def _steady(self) -> tuple[StepTimes, StepTimes, int]:
+        """From which step to which, and how many that is: steps that may overlap come in turns, a long and a short one,
+        so whole turns count."""
+        least = least_steps(self.staleness)
         if len(self.steps) < least:
             raise ValueError(f"at least {least} steps are needed to tell the time of one, not {len(self.steps)}")
-        return self.steps[FILLING], self.steps[-1 - self.staleness]
+        num_steps = len(self.steps) - FILLING - 1 - self.staleness
+        num_steps -= num_steps % (self.staleness + 1)
+        return self.steps[FILLING], self.steps[FILLING + num_steps], num_steps
+
+
+def least_steps(staleness: int, turns: int = 1) -> int:
+    """Steps to simulate, so that so many turns of steady ones are among them."""
+    return FILLING + 1 + staleness + turns * (staleness + 1)
 
 
 def simulate(

@@ -1,48 +1,10 @@
-"""Splits of GPUs: against every split, across two places, and adjusted as lengths grow and shrink."""
+"""Workers added and given back as lengths grow and shrink."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from slipstream.schedule.allocation import AS_GOOD, Adjuster, best_split, split_across
-
-work = st.floats(1.0, 1000.0)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(2, 40), work, work, st.integers(1, 4), st.integers(1, 4))
-def test_no_split_is_faster(num_gpus: int, gen: float, train: float, gen_unit: int, train_unit: int) -> None:
-    if num_gpus < gen_unit + train_unit:
-        with pytest.raises(ValueError, match="give at least"):
-            best_split(num_gpus, lambda g: gen / g, lambda g: train / g, gen_unit=gen_unit, train_unit=train_unit)
-        return
-    split = best_split(num_gpus, lambda g: gen / g, lambda g: train / g, gen_unit=gen_unit, train_unit=train_unit)
-    assert split.gen_gpus % gen_unit == split.train_gpus % train_unit == 0 and split.num_gpus <= num_gpus
-    fastest = min(
-        max(gen / g, train / t)
-        for g in range(gen_unit, num_gpus, gen_unit)
-        for t in range(train_unit, num_gpus - g + 1, train_unit)
-    )
-    assert split.step_s <= AS_GOOD * fastest
-
-
-def test_gpus_that_would_only_wait_are_left_out() -> None:
-    # Sampling has a floor: beyond 6 GPUs the longest rollout decides.
-    split = best_split(32, lambda g: max(10.0, 60.0 / g), lambda g: 40.0 / g)
-    assert (split.gen_gpus, split.train_gpus, split.step_s) == (6, 4, 10.0)
-
-
-def test_across_two_places_the_faster_keeps_up_and_no_more() -> None:
-    split = split_across(40, 16, lambda g: 400.0 / g, lambda g: 320.0 / g, gen_unit=4)
-    assert (split.gen_gpus, split.train_gpus) == (20, 16), "training is slower: 20 s"
-    split = split_across(8, 16, lambda g: 400.0 / g, lambda g: 320.0 / g)
-    assert (split.gen_gpus, split.train_gpus) == (8, 7)
-    with pytest.raises(ValueError, match="each side needs one at least"):
-        split_across(3, 16, lambda g: 1.0, lambda g: 1.0, gen_unit=4)
+from slipstream.schedule.allocation import Adjuster
 
 
 def run(adjuster: Adjuster, lengths: list[float], num_workers: int, train_s: float = 100.0) -> list[int]:

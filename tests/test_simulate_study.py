@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main
+from slipstream.simulate import planning
 from slipstream.simulate.costs import GPUS, costs_of, decode_curve, gpus_a_worker, key_bytes, typical_context
 from slipstream.simulate.planning import Need, Offer, lengths_from, make_plans
 from slipstream.simulate.study import best_result, compare
@@ -75,16 +76,16 @@ def test_systems_come_in_the_order_in_which_they_were_published() -> None:
 
 
 def test_a_target_is_reached_with_fewer_gpus_and_the_cheaper_kind() -> None:
-    need = Need(7, SHORT, prompts=16, samples=4)
-    offers = [Offer.parse("h100:16@2.0"), Offer.parse("h200:16@2.1")]
+    need = Need(7, SHORT, prompts=8, samples=4)
+    offers = [Offer.parse("h100:8@2.0"), Offer.parse("h200:8@2.1")]
     fastest, reaches = make_plans(offers, need)
     assert reaches and fastest[0].step_s == min(plan.step_s for plan in fastest) and len(fastest) == 4
-    modest = Need(7, SHORT, prompts=16, samples=4, target=fastest[0].rollouts_a_s / 4)
+    modest = Need(7, SHORT, prompts=8, samples=4, target=fastest[0].rollouts_a_s / 4)
     cheapest, reaches = make_plans(offers, modest)
-    assert reaches and cheapest[0].rollouts_a_s >= 0.95 * (modest.target or 0) and cheapest[0].num_gpus < 16
+    assert reaches and cheapest[0].rollouts_a_s >= 0.95 * (modest.target or 0) and cheapest[0].num_gpus < 8
     costs = [plan.cost or 0 for plan in cheapest if plan.rollouts_a_s >= (modest.target or 0)]
     assert cheapest[0].cost == min(costs)
-    _, reaches = make_plans(offers, Need(7, SHORT, prompts=16, samples=4, target=1e6))
+    _, reaches = make_plans(offers[:1], Need(7, SHORT, prompts=8, samples=4, target=1e6))
     assert not reaches
 
 
@@ -96,11 +97,12 @@ def test_a_target_that_all_gpus_reach_is_reached(target: float) -> None:
     assert reaches and plans[0].rollouts_a_s >= target and plans[0].num_gpus < 16
 
 
-def test_few_prompts_with_many_samples_are_as_much_work_as_they_are() -> None:
+def test_few_prompts_with_many_samples_are_as_much_work_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is simulated in part, but a prompt is not cut."""
+    monkeypatch.setattr(planning, "MOST_ROLLOUTS", 64)
     times = []
-    for prompts, samples in ((2, 1024), (32, 64)):
-        (plan,), _ = make_plans([Offer.parse("h100:32")], Need(7, LongTail(300, 2000, 0.01), prompts, samples))
+    for prompts, samples in ((2, 128), (16, 16)):
+        (plan,), _ = make_plans([Offer.parse("h100:16")], Need(7, LongTail(300, 2000, 0.01), prompts, samples))
         times.append(plan.step_s)
     assert times[0] == pytest.approx(times[1], rel=0.35)
 

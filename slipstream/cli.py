@@ -136,6 +136,7 @@ def simulate(
         str, typer.Option(help="Also on so many GPUs, separated by commas, with as many rollouts for each.")
     ] = "",
     seed: Annotated[int, typer.Option(help="Of the lengths drawn.")] = 0,
+    run: Annotated[Path | None, typer.Option(help="Instead of drawn lengths those of a recorded run.")] = None,
     against: Annotated[
         Path | None, typer.Option(help="Instead: how well the second half of this run is foretold from its first.")
     ] = None,
@@ -148,6 +149,8 @@ def simulate(
     slipstream simulate --size 32 --gpu h100 --gpus 64 --lengths 20k --scaling 8,64,512 --html simulated.html
 
     Only two of them: slipstream simulate --systems "colocated; Slipstream"
+
+    With the lengths of a run of yours: slipstream simulate --run runs/quickstart --gpus 4
 
     How far to trust it: slipstream simulate --against runs/quickstart
     """
@@ -174,6 +177,7 @@ def simulate(
         curve_file=curve,
         shape=shape,
         scaling=[_whole_number(text, "--scaling") for text in scaling.split(",")] if scaling else [],
+        run=run,
         html_file=html_file,
         json_file=json_file,
     )

@@ -76,6 +76,20 @@ def test_what_changes_its_pace_is_not(tmp_path: Path) -> None:
     assert by_name["rollout"].error == pytest.approx(0.5) and by_name["training"].error == pytest.approx(0.5)
 
 
+def test_the_rollouts_of_a_run_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", 8)
+    settings = ["--run", str(tmp_path / "run"), "--gpus", "4", "--systems", "colocated; Slipstream"]
+    for arguments, code, says in (
+        (["--steps", "7"], 0, "12 rollouts a step, lengths of run"),
+        (["--steps", "9"], 2, "give --steps 8"),
+        (["--steps", "7", "--scaling", "2"], 2, "leave one out"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["simulate", *settings, *arguments])
+        shown = capsys.readouterr()
+        assert stopped.value.code == code and says in " ".join((shown.out + shown.err).split())
+
+
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", 16)
     write_run(tmp_path / "short", 5)

@@ -15,13 +15,14 @@ from rich.table import Table
 
 from slipstream.observe.figures import drawing_script, figure_html, lines, ranking
 from slipstream.observe.page import card, headline, page, sentence, table
+from slipstream.observe.store import RunStore
 from slipstream.schedule.speeds import curve_of_bench
 from slipstream.simulate.against import foretell
 from slipstream.simulate.costs import GPUS, costs_of
 from slipstream.simulate.planning import Need, Offer, Plan, make_plans
 from slipstream.simulate.study import Result, best_result, compare
 from slipstream.simulate.systems import SYSTEMS
-from slipstream.simulate.workloads import PRESETS, SimulatedStep
+from slipstream.simulate.workloads import PRESETS, SimulatedStep, recorded_steps
 from slipstream.simulate.world import Costs, least_steps
 
 BASELINE = "colocated"
@@ -50,6 +51,16 @@ def draw(lengths: str, *, prompts: int, samples: int, steps: int, seed: int) -> 
     )
 
 
+def read_run(run: Path, steps: int) -> list[SimulatedStep]:
+    """The rollouts of the first steps of a recorded run, as long as they were."""
+    with RunStore(run, read_only=True) as store:
+        found = [(one.step, one.uid, one.prompt_key, one.length) for one in store.rollouts(kind="train")]
+    recorded = recorded_steps(found)
+    if len(recorded) < steps:
+        raise ValueError(f"{run} has {len(recorded)} steps, not {steps}: give --steps {len(recorded)} or fewer")
+    return recorded[:steps]
+
+
 def choose_systems(names: str) -> dict[str, Any]:
     if names == "all":
         return dict(SYSTEMS)
@@ -75,6 +86,7 @@ def show_comparison(
     curve_file: Path | None = None,
     shape: str | None = None,
     scaling: Sequence[int] = (),
+    run: Path | None = None,
     html_file: Path | None = None,
     json_file: Path | None = None,
 ) -> dict[str, Any]:
@@ -87,7 +99,12 @@ def show_comparison(
     least = least_steps(max(system.rules.staleness for system in chosen.values()))
     if steps < least:
         raise ValueError(f"--steps {steps}: pipelines fill in the first steps, so at least {least} are needed")
-    work = draw(lengths, prompts=prompts, samples=samples, steps=steps, seed=seed)
+    if run is not None and scaling:
+        raise ValueError("--scaling draws more rollouts for more GPUs, and a run has those it has: leave one out")
+    if run is None:
+        work = draw(lengths, prompts=prompts, samples=samples, steps=steps, seed=seed)
+    else:
+        work, lengths = read_run(run, steps), f"of {run.name}"
     curve = read_curve(curve_file, shape) if curve_file is not None else None
     costs = costs_of(billions, GPUS[gpu], work, training=training, curve=curve)
     console = Console()
@@ -106,7 +123,7 @@ def show_comparison(
                     lengths, prompts=max(1, prompts * size // num_gpus), samples=samples, steps=steps, seed=seed
                 )
                 by_size.setdefault(name, {})[size] = best_result(name, system, costs, scaled, size)
-    num_rollouts = prompts * samples
+    num_rollouts = round(sum(len(step.lengths) for step in work) / len(work))
     title = f"{billions:g}B on {num_gpus} {gpu.upper()}, {num_rollouts} rollouts a step, lengths {lengths}"
     first = next((result for result in results if result.name == BASELINE), results[0])
     baseline = first.step_s
@@ -118,8 +135,7 @@ def show_comparison(
         "gpu": gpu,
         "gpus": num_gpus,
         "lengths": lengths,
-        "prompts": prompts,
-        "samples": samples,
+        "rollouts_a_step": num_rollouts,
         "steps": steps,
         "seed": seed,
         "training": training,

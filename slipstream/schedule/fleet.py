@@ -409,17 +409,17 @@ class Fleet:
                 heapq.heapify(heap)
 
     def _least_loaded(self) -> _Worker | None:
-        while self._by_load:
-            _, stamp, worker = self._by_load[0]
-            if stamp == worker.stamp and worker.is_here and worker.num_free > 0:
-                return worker
-            heapq.heappop(self._by_load)
-        return None
+        """Of those with a slot: one without comes into the heap again when it has one."""
+        return _first(self._by_load, lambda worker: worker.num_free > 0)
 
     def _most_crowded(self) -> _Worker | None:
-        while self._by_crowd:
-            _, stamp, worker = self._by_crowd[0]
-            if stamp == worker.stamp and worker.is_here:
-                return worker
-            heapq.heappop(self._by_crowd)
-        return None
+        return _first(self._by_crowd, lambda worker: True)
+
+
+def _first(heap: list[tuple[float, int, _Worker]], counts: Callable[[_Worker], bool]) -> _Worker | None:
+    while heap:
+        _, stamp, worker = heap[0]
+        if stamp == worker.stamp and worker.is_here and counts(worker):
+            return worker
+        heapq.heappop(heap)
+    return None

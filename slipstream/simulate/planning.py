@@ -144,16 +144,10 @@ def _of_one_kind(offer: Offer, need: Need) -> list[Plan]:
         workers = max(1, (num_gpus - train_gpus) // unit)
         return _timed(offer, workers * unit, offer, max(trainers, num_gpus - workers * unit), need)
 
-    num_gpus = offer.count
-    if need.target is not None and best(num_gpus).rollouts_a_s >= need.target:
-        low = unit + trainers - 1
-        while num_gpus - low > max(1, num_gpus // 16):
-            middle = (low + num_gpus + 1) // 2
-            if best(middle).rollouts_a_s >= need.target:
-                num_gpus = middle
-            else:
-                low = middle
-    return [best(num_gpus)]
+    target = need.target
+    if target is None or best(offer.count).rollouts_a_s < target:
+        return [best(offer.count)]
+    return [best(_fewest(lambda count: best(count).rollouts_a_s >= target, unit + trainers, offer.count))]
 
 
 def _of_two_kinds(sampling: Offer, training: Offer, need: Need) -> list[Plan]:
@@ -182,9 +176,9 @@ def _of_two_kinds(sampling: Offer, training: Offer, need: Need) -> list[Plan]:
 
 
 def _fewest(is_enough: Callable[[int], bool], least: int, most: int) -> int:
-    """To a sixteenth of `most`, which is enough."""
+    """To a sixteenth; `most` is enough."""
     low, high = least - 1, most
-    while high - low > max(1, most // 16):
+    while high - low > max(1, high // 16):
         middle = (low + high + 1) // 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
     return high

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,21 @@ from rich.table import Table
 from slipstream.observe.figures import drawing_script, figure_html, lines, ranking
 from slipstream.observe.page import card, headline, page, sentence, table
 from slipstream.observe.store import RunStore
-from slipstream.schedule.speeds import curve_of_bench
+from slipstream.schedule.speeds import SpeedCurve, curve_of_bench
 from slipstream.simulate.against import foretell
 from slipstream.simulate.costs import GPUS, costs_of
 from slipstream.simulate.planning import Need, Offer, Plan, make_plans
-from slipstream.simulate.study import Result, best_result, compare
+from slipstream.simulate.study import Result, compare
 from slipstream.simulate.systems import SYSTEMS
 from slipstream.simulate.workloads import PRESETS, SimulatedStep, recorded_steps
-from slipstream.simulate.world import Costs, least_steps
+from slipstream.simulate.world import Costs, System, least_steps
 
 BASELINE = "colocated"
 POINTS = 300
 """Of a timeline."""
 
 
-def read_curve(file: Path, shape: str | None) -> Any:
+def read_curve(file: Path, shape: str | None) -> SpeedCurve:
     """A measured speed curve; ValueError says what to write instead."""
     try:
         record = json.loads(file.read_text())
@@ -61,7 +62,7 @@ def read_run(run: Path, steps: int) -> list[SimulatedStep]:
     return recorded[:steps]
 
 
-def choose_systems(names: str) -> dict[str, Any]:
+def choose_systems(names: str) -> dict[str, System]:
     if names == "all":
         return dict(SYSTEMS)
     chosen = [name.strip() for name in names.split(";")]
@@ -108,21 +109,14 @@ def show_comparison(
     curve = read_curve(curve_file, shape) if curve_file is not None else None
     costs = costs_of(billions, GPUS[gpu], work, training=training, curve=curve)
     console = Console()
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
-    ) as progress:
-        task = progress.add_task("simulating", total=None)
-        results = compare(
-            chosen, costs, work, num_gpus, lambda done: progress.update(task, description=f"{done.name} is done")
-        )
-        by_size: dict[str, dict[int, Result]] = {}
+    with _progress(console) as say:
+        results = compare(chosen, costs, work, num_gpus, lambda done: say(f"{done.name} is done"))
+        by_size: dict[str, dict[int, Result]] = {name: {} for name in chosen} if scaling else {}
         for size in scaling:
-            for name, system in chosen.items():
-                progress.update(task, description=f"{name} on {size} GPUs")
-                scaled = draw(
-                    lengths, prompts=max(1, prompts * size // num_gpus), samples=samples, steps=steps, seed=seed
-                )
-                by_size.setdefault(name, {})[size] = best_result(name, system, costs, scaled, size)
+            each = max(1, prompts * size // num_gpus)
+            scaled = draw(lengths, prompts=each, samples=samples, steps=steps, seed=seed)
+            for result in compare(chosen, costs, scaled, size, lambda done: say(f"{done.name} is done, with scaling")):
+                by_size[result.name][size] = result
     num_rollouts = round(sum(len(step.lengths) for step in work) / len(work))
     title = f"{billions:g}B on {num_gpus} {gpu.upper()}, {num_rollouts} rollouts a step, lengths {lengths}"
     first = next((result for result in results if result.name == BASELINE), results[0])
@@ -157,9 +151,8 @@ def show_comparison(
 
 def show_against(run: Path, json_file: Path | None = None) -> None:
     phases, num_steps = foretell(run)
-    shown = Table(title=f"{run}: {num_steps} steps foretold from those before", box=SIMPLE_HEAD, title_justify="left")
-    for column in ("phase", "measured s", "foretold s", "error"):
-        shown.add_column(column, justify="left" if column == "phase" else "right", no_wrap=True)
+    title = f"{run}: {num_steps} steps foretold from those before"
+    shown = _new_table(title, "phase", "measured s", "foretold s", "error")
     for phase in phases:
         shown.add_row(phase.name, f"{phase.measured_s:.2f}", f"{phase.foretold_s:.2f}", f"{phase.error:.1%}")
     console = Console()
@@ -175,11 +168,8 @@ def show_plan(*, offers: str, need: Need, as_json: bool = False) -> list[Plan]:
     """The plans, the best first; ValueError if there is none that reaches the target."""
     console = Console()
     parsed = [Offer.parse(text) for text in offers.split(",")]
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
-    ) as progress:
-        task = progress.add_task("simulating", total=None)
-        plans, reaches = make_plans(parsed, need, lambda what: progress.update(task, description=what))
+    with _progress(console) as say:
+        plans, reaches = make_plans(parsed, need, say)
     record = {"what": "slipstream plan", "reaches_target": reaches, "plans": [plan.as_dict() for plan in plans]}
     if as_json:
         console.print_json(json.dumps(record))
@@ -197,13 +187,28 @@ def show_plan(*, offers: str, need: Need, as_json: bool = False) -> list[Plan]:
     return plans
 
 
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """A line that turns and says what it is told."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("simulating", total=None)
+        yield lambda what: progress.update(task, description=what)
+
+
+def _new_table(title: str, words: str, *numbers: str) -> Table:
+    shown = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
+    shown.add_column(words, no_wrap=True)
+    for column in numbers:
+        shown.add_column(column, justify="right", no_wrap=True)
+    return shown
+
+
 def _plan_table(plans: Sequence[Plan], need: Need) -> Table:
     title = (
         f"{need.billions:g}B, {need.prompts * need.samples} rollouts a step, median {need.lengths.median:,.0f} tokens"
     )
-    shown = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
-    for column in ("", "sample", "train", "s/step", "rollouts/s", "idle", "cost a step"):
-        shown.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    shown = _new_table(title, "", "sample", "train", "s/step", "rollouts/s", "idle", "cost a step")
     for plan, rank in zip(plans, ("best", "second best", *[""] * len(plans)), strict=False):
         shown.add_row(
             rank,
@@ -218,9 +223,7 @@ def _plan_table(plans: Sequence[Plan], need: Need) -> Table:
 
 
 def _table(title: str, results: Sequence[Result], baseline: float, num_gpus: int, num_rollouts: int) -> Table:
-    shown = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
-    for column in ("system", "s/step", "speed-up", "per s", "split", "idle"):
-        shown.add_column(column, justify="left" if column == "system" else "right", no_wrap=True)
+    shown = _new_table(title, "system", "s/step", "speed-up", "per s", "split", "idle")
     for result in results:
         split = f"{num_gpus - result.train_gpus}:{result.train_gpus}" if result.train_gpus else "shared"
         shown.add_row(

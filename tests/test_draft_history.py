@@ -13,7 +13,7 @@ from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.shelves import Text
 from slipstream.draft.widths import Rule
 from slipstream.engine.engine import Engine
-from slipstream.engine.strategy import Always, Strategy
+from slipstream.engine.strategy import OFF, Always, Strategy
 from slipstream.models.loading import load_model
 from slipstream.rng import derive_seed
 from slipstream.types import Request, Rollout, SamplingParams
@@ -91,6 +91,32 @@ def test_drafts_change_no_bit_under_preemption_and_late_reading(changes: dict[st
     drafted, engine = generate(groups(), drafter_with(list(plain.values())), drafts_each, **changes)
     assert drafted == plain and engine.take_draft_counts().num_accepted > 0
     assert engine.facts().num_preempted > 0 or drafts_each > 1 or "kv_tokens" not in changes
+
+
+class Told(Always):
+    """Notes what it is told."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        self.steps: list[tuple[int, float]] = []
+
+    def observe(self, batch: int, strategy: Strategy, tokens_each: float, seconds: float) -> None:
+        assert seconds > 0
+        self.steps.append((batch, tokens_each))
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 2])
+def test_a_sequence_that_had_ended_when_its_step_ran_is_not_counted(steps_ahead: int) -> None:
+    """Nor one that had not begun when the step's strategy was chosen forgotten."""
+    policy = Told(OFF)
+    settings = {"max_sequences": NUM_SLOTS, "max_length": MAX_LENGTH, "steps_ahead": steps_ahead}
+    engine = Engine(tiny(), drafter=drafter_with([]), policy=policy, **settings)
+    for group in groups():
+        engine.submit(group)
+    while engine.has_work:
+        engine.step()
+    assert {tokens_each for _, tokens_each in policy.steps} == {1.0}
+    assert max(batch for batch, _ in policy.steps) == NUM_SLOTS
 
 
 def test_adversarial_history_changes_no_bit() -> None:

@@ -22,7 +22,7 @@ def drive(selector: Selector, world: World, batch: int, steps: int) -> float:
     for _ in range(steps):
         strategy = selector.choose(batch)
         gained, took = world(batch, strategy)
-        selector.observe(batch, strategy, gained, took)
+        selector.observe(batch, strategy, gained / batch, took)
         tokens, seconds = tokens + gained, seconds + took
     return tokens / seconds
 
@@ -131,8 +131,25 @@ def test_ways_that_were_never_chosen_for_a_size_are_tried_however_a_step_is_coun
     selector = Selector()
     for _ in range(2000):
         strategy = selector.choose(3)
-        selector.observe(3, strategy, 3, 1.0 + strategy.drafts_each)
-    assert set(selector.rates(3)) == set(DEFAULT_STRATEGIES) and selector.best(3) == OFF
+        selector.observe(3, strategy, 1.0, 1.0 + strategy.drafts_each)
+    assert set(selector.rates(3)) == set(DEFAULT_STRATEGIES[:-1]) and selector.best(3) == OFF
+
+
+def test_very_many_drafts_are_tried_with_few_sequences_once_many_have_proved_best() -> None:
+    most = DEFAULT_STRATEGIES[-1]
+    for batch, odds, cost in ((4, 0.97, 0.001), (4, 0.5, 0.1), (64, 0.97, 0.001)):
+        selector = Selector()
+        drive(selector, world_with(odds, cost), batch, 800)
+        assert (selector.best(batch) == most) == (most in selector.rates(batch)) == ((batch, odds) == (4, 0.97))
+
+
+@pytest.mark.parametrize("gain", [1.02, 0.99])
+def test_drafts_that_cost_a_little_are_given_up_and_those_that_gain_a_little_stay(gain: float) -> None:
+    selector = Selector([OFF, Strategy(1.0)])
+    drive(selector, lambda batch, strategy: (batch, 0.9 if strategy.drafts_each else 1.0), 4, 400)
+    assert selector.best(4) == Strategy(1.0)
+    drive(selector, lambda batch, strategy: (batch, 1.0 / gain if strategy.drafts_each else 1.0), 4, 2000)
+    assert (selector.best(4) == OFF) == (gain < 1)
 
 
 # How large a step is made.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -227,13 +228,14 @@ class Bench:
             assert 1 <= rollout.first_version <= rollout.last_version <= self.version
 
 
-def make_batcher(num_pages: int, max_step_tokens: int, num_slots: int = 99) -> Batcher:
+def make_batcher(num_pages: int, max_step_tokens: int, num_slots: int = 99, **changes: Any) -> Batcher:
     return Batcher(
         PagePool(num_pages),
         num_slots=num_slots,
         max_step_tokens=max_step_tokens,
         max_length=MAX_LENGTH,
         page_tokens=PAGE_TOKENS,
+        **changes,
     )
 
 
@@ -371,6 +373,15 @@ def test_drafts_give_several_tokens_a_step_and_never_cost_another_its_pages() ->
         steps[drafts] = bench.version
         assert bench.batcher.num_preempted == 0 and (bench.gained > 0) == (drafts != (0, 0))
     assert steps[12, 4] < 0.7 * steps[0, 0]
+
+
+def test_drafts_give_way_to_prompts_so_that_a_step_stays_as_large() -> None:
+    batcher = make_batcher(40, 64, 99, fit_drafts=lambda num_tokens, num_drafts: min(num_drafts, 12 - num_tokens))
+    for number, prompt_tokens in enumerate((1, 5)):
+        batcher.submit(make_group(f"g{number}", 1, prompt_tokens, 30))
+        plan = batcher.plan(11, 11)
+        batcher.commit(plan, [[7]] * 99, [[0.0]] * 99, 0)
+        assert plan.num_tokens == 12 and plan.num_drafts == (11 if number == 0 else 6)
 
 
 def test_slots_that_the_device_has_not_heard_of_are_vacated_by_the_next_plan() -> None:

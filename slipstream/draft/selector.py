@@ -20,7 +20,7 @@ WINDOW, WINDOW_ROWS = 15, 192
 drafts a single sequence has one token in most steps and many in some."""
 FIRST_TRIAL, FIRST_TRIAL_ROWS = 6, 64
 """Steps in a row at the first trial of a way."""
-TRIAL, TRIAL_ROWS, BETWEEN_TRIALS = 3, 32, 150
+TRIAL, TRIAL_ROWS, BETWEEN_TRIALS = 5, 32, 150
 """Afterwards: steps of a way that is not the best, and the least number of steps between two such trials."""
 TRIAL_COST = 0.005
 """Of all steps: the slower a way was, the longer it waits for its next trial, so that trials cost no more than this."""
@@ -29,10 +29,15 @@ SETTLING = 2 * WINDOW
 HOPELESS = 0.85
 """A trial ends early when its way gives less than so many times the tokens of the best."""
 CLEARLY = 1.03
-"""So many times faster another way has to be before it takes over."""
+"""So many times faster another way has to be before it takes over; to stop drafting, just faster."""
 
 
-DEFAULT_STRATEGIES = (OFF, Strategy(0.5, 2), Strategy(1.0, 2), Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1))
+DEFAULT_STRATEGIES = (
+    *(OFF, Strategy(0.5, 2), Strategy(1.0, 2)),
+    *(Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1), Strategy(16.0, 1)),
+)
+MANY_DRAFTS, FEW_ROWS = 8, 32
+"""More drafts each than this are tried with up to so many sequences only, and once half as many have proved best."""
 
 
 @dataclass(slots=True)
@@ -44,7 +49,7 @@ class _Bucket:
     """
 
     tokens: dict[Strategy, deque[float]]
-    """By way: tokens a sequence of the last steps."""
+    """By way, of those that are tried: tokens a sequence of the last steps."""
     window: int
     """Steps of one way that count."""
     costs: dict[Strategy, float] = field(default_factory=dict)
@@ -64,6 +69,10 @@ class _Bucket:
     """By way: the step of its last trial since the best way changed, which says that texts have."""
     num_steps: int = 0
     since_trial: int = 0
+
+    def untried(self) -> list[Strategy]:
+        most = max(MANY_DRAFTS, 2 * self.best.drafts_each)
+        return [way for way in self.tokens if way not in self.costs and way.drafts_each <= most]
 
     def rate(self, strategy: Strategy, errors: float = 0.0) -> float:
         """Tokens a second and sequence; with so many standard errors more."""
@@ -127,7 +136,7 @@ class Selector:
         return bucket.trial or bucket.best
 
     def _consider_trial(self, bucket: _Bucket, batch: int) -> None:
-        untried = [strategy for strategy in self._strategies if strategy not in bucket.costs]
+        untried = bucket.untried()
         if untried:
             # Between two of them the best way shows how long steps take by now.
             if bucket.since_trial or not bucket.costs:
@@ -135,7 +144,7 @@ class Selector:
             return
         if bucket.since_trial < BETWEEN_TRIALS:
             return
-        others = [strategy for strategy in self._strategies if strategy != bucket.best]
+        others = [strategy for strategy in bucket.costs if strategy != bucket.best]
         length, best_rate = max(TRIAL, TRIAL_ROWS // batch), bucket.rate(bucket.best)
         # At best, by what is known of them: a way that looked bad by chance is soon tried again.
         hopes = {strategy: bucket.rate(strategy, errors=1.0) for strategy in others}
@@ -153,21 +162,21 @@ class Selector:
             if is_due(strategy) >= 1:
                 bucket.trial, bucket.trial_length = strategy, length
 
-    def observe(self, batch: int, strategy: Strategy, num_tokens: int, seconds: float) -> None:
-        """A step of `batch` sequences and nothing else gave `num_tokens` in `seconds`."""
-        bucket, tokens = self._bucket(batch), num_tokens / batch
+    def observe(self, batch: int, strategy: Strategy, tokens_each: float, seconds: float) -> None:
+        """A step of `batch` sequences and nothing else gave each so many tokens on average, in `seconds`."""
+        bucket = self._bucket(batch)
         if OFF in bucket.costs and strategy != OFF:
-            self.saved_s += tokens / bucket.rate(OFF) - seconds
+            self.saved_s += tokens_each / bucket.rate(OFF) - seconds
         bucket.num_steps += 1
         bucket.since_trial += 1
         if bucket.trial != strategy:
-            bucket.tokens[strategy].append(tokens)
+            bucket.tokens[strategy].append(tokens_each)
             if strategy == bucket.best and strategy in bucket.costs:
                 bucket.follow_pace(seconds)
                 if bucket.since_trial % bucket.window == 0:
                     self._settle(batch, bucket)  # texts may have changed: what was best may be so no longer
             return
-        bucket.trial_steps.append((tokens, seconds))
+        bucket.trial_steps.append((tokens_each, seconds))
         counted = bucket.trial_steps[1:]  # the first may have prepared the others
         is_over = len(bucket.trial_steps) >= bucket.trial_length
         if len(counted) >= min(FIRST_TRIAL, bucket.trial_length) - 1 and bucket.best in bucket.costs:
@@ -183,7 +192,7 @@ class Selector:
 
     def has_tried_all(self, batch: int) -> bool:
         bucket = self._bucket(batch)
-        return bucket.trial is None and len(bucket.costs) == len(self._strategies)
+        return bucket.trial is None and not bucket.untried()
 
     def best(self, batch: int) -> Strategy:
         """What has given most tokens a second so far."""
@@ -225,16 +234,17 @@ class Selector:
         size = 1 << (max(1, batch) - 1).bit_length()
         if size not in self._buckets:
             window = max(WINDOW, WINDOW_ROWS // size)
-            tokens: dict[Strategy, deque[float]] = {strategy: deque(maxlen=window) for strategy in self._strategies}
-            self._buckets[size] = _Bucket(tokens, window)
+            ways = [way for way in self._strategies if way.drafts_each <= MANY_DRAFTS or size <= FEW_ROWS]
+            self._buckets[size] = _Bucket({way: deque(maxlen=window) for way in ways}, window)
         return self._buckets[size]
 
     def _settle(self, batch: int, bucket: _Bucket) -> None:
         """Another way must be faster at worst, by what is known of it."""
         best_rate = bucket.rate(bucket.best)
-        rates = {strategy: bucket.rate(strategy, errors=-0.5) for strategy in bucket.costs if strategy != bucket.best}
-        fastest = max(rates, key=lambda strategy: rates[strategy], default=bucket.best)
-        if rates.get(fastest, 0.0) > CLEARLY * best_rate:
+        needed = {way: 1.0 if way == OFF else CLEARLY for way in bucket.costs if way != bucket.best}
+        margins = {way: bucket.rate(way, errors=-0.5) / best_rate - need for way, need in needed.items()}
+        fastest = max(margins, key=lambda way: margins[way], default=bucket.best)
+        if margins.get(fastest, 0.0) > 0:
             gain = bucket.rate(fastest) / best_rate
             self.choices.append(Choice(batch, fastest, f"{fastest} gives {gain:.2f} times the tokens of {bucket.best}"))
             bucket.take(fastest)

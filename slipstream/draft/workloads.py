@@ -17,6 +17,8 @@ GROUP = 8
 """Samples of a prompt."""
 FRESH_RUN = 2.5
 """Tokens between two stretches that are as in the past, on average: so many they are in recorded runs (docs/log.md)."""
+SHORTEST, LONGEST = 0.75, 1.25
+"""Lengths of texts, as multiples of the one asked for: in step, all that run would end and begin together."""
 FEW_KINDS = 32
 """Kinds of tokens in adversarial texts: so few that something always matches and is wrong."""
 
@@ -42,10 +44,16 @@ def alike(num_sequences: int, length: int, likeness: float, vocab_size: int, see
     for number in range(-(-num_sequences // GROUP)):
         dice = keyed_random("workload", seed, number)
         members = min(GROUP, num_sequences - number * GROUP)
-        past = tuple(_draw(dice, length, vocab_size) for _ in range(members))
+        past = tuple(_draw(dice, one, vocab_size) for one in _lengths(members, length, seed, number))
         texts = tuple(_vary(dice, text, chance_of_change, chance_of_return, vocab_size) for text in past)
         groups.append(ReplayGroup(_draw(dice, PROMPT_TOKENS, vocab_size), texts, past))
     return groups
+
+
+def _lengths(members: int, length: int, seed: int, number: int) -> list[int]:
+    """The same in every workload."""
+    dice = keyed_random("lengths", seed, number)
+    return [round(length * dice.uniform(SHORTEST, LONGEST)) for _ in range(members)]
 
 
 def _vary(
@@ -66,7 +74,8 @@ def adversarial(num_sequences: int, length: int, vocab_size: int, seed: int = 0)
     for number in range(-(-num_sequences // GROUP)):
         dice = keyed_random("adversary", seed, number)
         members = min(GROUP, num_sequences - number * GROUP)
-        texts, past = (tuple(_draw(dice, length, kinds) for _ in range(members)) for _ in range(2))
+        lengths = _lengths(members, length, seed, number)
+        texts, past = (tuple(_draw(dice, one, kinds) for one in lengths) for _ in range(2))
         groups.append(ReplayGroup(_draw(dice, PROMPT_TOKENS, kinds), texts, past))
     return groups
 

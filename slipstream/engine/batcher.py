@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from slipstream.engine.pages import PagePool
@@ -41,7 +41,9 @@ class Batcher:
         max_length: int,
         page_tokens: int,
         stop_texts: StopTexts | None = None,
+        fit_drafts: Callable[[int, int], int] = lambda num_tokens, num_drafts: num_drafts,
     ) -> None:
+        """`fit_drafts`: how many drafts a step should have, of its other tokens and the drafts it may have."""
         if pool.num_pages * page_tokens < max_length:
             raise ValueError(
                 f"{pool.num_pages} pages of {page_tokens} tokens cannot hold one sequence of {max_length} tokens: "
@@ -52,6 +54,7 @@ class Batcher:
         self.max_length = max_length
         self.page_tokens = page_tokens
         self._stop_texts = stop_texts
+        self._fit_drafts = fit_drafts
         self.admits_fresh = True
         """Whether sequences that have sampled nothing yet may take a free slot."""
         self.num_preempted = 0
@@ -160,7 +163,8 @@ class Batcher:
         entries: list[tuple[int, int, int]] = []
         seats = self._seat_waiting(copies, entries)
         shares = self._share_out()
-        max_drafts = min(max_drafts, self.max_step_tokens - sum(shares.values()))
+        num_due = sum(shares.values())
+        max_drafts = min(self._fit_drafts(num_due, max_drafts) if max_drafts else 0, self.max_step_tokens - num_due)
         drafts_each = min(drafts_each, max_drafts)
         drafts: dict[Running, int] = {}
         while shares and not (drafts := self._grow_all(shares, drafts_each, entries)):

@@ -109,6 +109,7 @@ class Engine:
             max_length=max_length,
             page_tokens=PAGE_TOKENS,
             stop_texts=None if decode is None else StopTexts(decode),
+            **({"fit_drafts": fitted} if on_gpu and graphs else {}),
         )
         self._pages = KVPages(pool.num_pages, PAGE_TOKENS)
         self._state = StepState(
@@ -156,8 +157,7 @@ class Engine:
             batch = max(1, self._batcher.num_running)
             strategy = OFF if self.policy is None else self.policy.choose(batch)
             room = self._demand.room(strategy, batch)
-            fitting = fitted(batch, room) if room and self._graphs is not None else room
-            plan = self._batcher.plan(fitting, self._state.max_drafts)
+            plan = self._batcher.plan(room, self._state.max_drafts)
             try:
                 self._launch(plan, batch, strategy, room)
             except Exception:
@@ -312,18 +312,23 @@ class Engine:
             with_cuts=plan.with_cuts,
         )
 
-    def _tell_policy(self, launched: Launched, num_tokens: int) -> None:
+    def _tell_policy(self, launched: Launched, tokens: Sequence[Sequence[int]]) -> None:
         """How long the step took, if it only decoded, needed no preparation and came right after another."""
         before, self._last_done = self._last_done, launched.done
         plan = launched.plan
         only_decoded = plan.num_tokens == len(plan.samplers) + plan.num_drafts
-        if self.policy is None or before is None or not launched.was_prepared or not only_decoded or not num_tokens:
+        if self.policy is None or before is None or not launched.was_prepared or not only_decoded:
+            return
+        # Sequences that had ended in a step launched earlier ran for nothing: they say nothing of what drafts give.
+        num_tokens = [len(line) for line in tokens if line]
+        if not num_tokens:
             return
         if isinstance(launched.done, torch.cuda.Event):
             seconds = before.elapsed_time(launched.done) / 1e3  # type: ignore[union-attr]
         else:
             seconds = launched.done - before  # type: ignore[operator]
-        self.policy.observe(launched.batch, launched.strategy, num_tokens, seconds)
+        tokens_each = sum(num_tokens) / len(num_tokens)
+        self.policy.observe(len(plan.samplers), launched.strategy, tokens_each, seconds)
 
     def _withdraw(self, uid: str) -> PartialRollout:
         partial = self._batcher.withdraw(uid)
@@ -372,7 +377,7 @@ class Engine:
             self._draft_counts.add(report.num_drafted, report.origins)
             given, drafted = launched.plan.num_drafts, sum(report.num_drafted)
             self._demand.observe(launched.strategy, launched.batch, launched.room, given, drafted)
-        self._tell_policy(launched, sum(map(len, report.tokens)))
+        self._tell_policy(launched, report.tokens)
         if broken:
             raise BrokenLogits(
                 f"the model gave logits that are not numbers (NaN or infinite) for {broken[0]} and {len(broken) - 1} "

@@ -29,8 +29,8 @@ class DraftPolicy(Protocol):
     def choose(self, batch: int) -> Strategy:
         """For a step of so many sequences."""
 
-    def observe(self, batch: int, strategy: Strategy, num_tokens: int, seconds: float) -> None:
-        """A step of `batch` sequences and nothing else gave `num_tokens` in `seconds`."""
+    def observe(self, batch: int, strategy: Strategy, tokens_each: float, seconds: float) -> None:
+        """A step of `batch` sequences and nothing else gave each so many tokens on average, in `seconds`."""
 
 
 class Always:
@@ -42,7 +42,7 @@ class Always:
     def choose(self, batch: int) -> Strategy:
         return self._strategy
 
-    def observe(self, batch: int, strategy: Strategy, num_tokens: int, seconds: float) -> None:
+    def observe(self, batch: int, strategy: Strategy, tokens_each: float, seconds: float) -> None:
         pass
 
 

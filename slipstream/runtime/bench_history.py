@@ -29,7 +29,7 @@ MAX_DRAFTS = 32
 KEPT = 16
 """Past rollouts of a prompt of a recorded run."""
 MOST_WARM_UPS = 8
-WAVES = 2
+WAVES = 3
 """Sequences for each place in the batch, so that one that ends early is followed by another, as in any long rollout."""
 
 
@@ -44,8 +44,7 @@ def bench_history(
 ) -> dict[str, Any]:
     """Time each workload at each size of batch; the record that is also written to `json_file`.
 
-    Tokens a second are those while the batch is full. `gain_to_end` in the record counts the last sequences too, which
-    end one by one with drafts, and all together without.
+    Tokens a second are those while the batch is full. `gain_to_end` in the record counts the last sequences too.
     With a `trace` the workloads are its epochs, and the others are left out.
     """
     check_shape(shape)

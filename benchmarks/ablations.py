@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.schedule.fleet import Rules
+from slipstream.schedule.rules import Rules
 from slipstream.simulate.costs import GPUS, costs_of
 from slipstream.simulate.study import best_result
+from slipstream.simulate.system import Costs, System
 from slipstream.simulate.systems import RHYME_DRAFTS, SYSTEMS, TLT_DRAFTS
 from slipstream.simulate.workloads import PRESETS, LongTail, SimulatedStep
-from slipstream.simulate.world import Costs, System
 
 STEPS = 9
 STREAMRL_RATES = {

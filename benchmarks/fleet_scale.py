@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.schedule.events import CloseStep, RolloutEnded, RolloutsAsked, Sample, WeightsLive, WorkerJoined
-from slipstream.schedule.fleet import Fleet, Rules
+from slipstream.schedule.fleet import Fleet
+from slipstream.schedule.rules import Rules
 from slipstream.simulate.costs import GPUS, costs_of
 from slipstream.simulate.systems import SYSTEMS
 from slipstream.simulate.workloads import PRESETS

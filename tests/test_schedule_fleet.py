@@ -16,6 +16,9 @@ from slipstream.schedule.events import (
     CloseStep,
     FleetEvent,
     HandedBack,
+    Lend,
+    Outgrew,
+    Recall,
     RolloutEnded,
     RolloutsAsked,
     Sample,
@@ -26,11 +29,13 @@ from slipstream.schedule.events import (
     from_record,
     to_record,
 )
-from slipstream.schedule.fleet import PLACEMENTS, TAILS, Fleet, Rules
+from slipstream.schedule.fleet import Fleet
+from slipstream.schedule.rules import CARRYING, PLACEMENTS, TAILS, Rules
 from slipstream.schedule.speeds import SpeedCurve
 from slipstream.schedule.tiers import equal_tiers, two_tiers
+from slipstream.simulate.system import Change, Costs, System
 from slipstream.simulate.workloads import LongTail
-from slipstream.simulate.world import Change, Costs, System, World
+from slipstream.simulate.world import World
 
 POINTS = ((1, 0.0084), (8, 0.0091), (32, 0.0103), (128, 0.0153), (512, 0.0369))
 CURVE = SpeedCurve(POINTS)
@@ -46,6 +51,7 @@ class Watched(World):
         self.version, self.begun_with = -1, dict[str, int]()
         self.sampled_at: dict[str, str] = {}
         self.trained_in: dict[str, int] = {}
+        self.lent: set[str] = set()
         super().__init__(*args, **settings)
         decide = self.fleet.on_event
 
@@ -67,6 +73,9 @@ class Watched(World):
                 del self.sampled_at[event.rollout]
             case WorkerLeft():
                 self.sampled_at = {uid: name for uid, name in self.sampled_at.items() if name != event.worker}
+                self.lent.discard(event.worker)
+            case Outgrew():
+                assert event.rollout in self.sampled_at
 
     def check(self, action: Any) -> None:
         match action:
@@ -75,8 +84,14 @@ class Watched(World):
                 self.sampled_at[action.rollout] = action.worker
                 if action.num_tokens == 0:
                     self.begun_with[action.rollout] = self.version
+                assert action.worker not in self.lent, "it is recalled first"
             case TakeBack():
                 assert self.sampled_at.get(action.rollout) == action.worker
+            case Lend():
+                assert action.worker not in {*self.lent, *self.sampled_at.values()}
+                self.lent.add(action.worker)
+            case Recall():
+                self.lent.remove(action.worker)
             case CloseStep():
                 assert action.step == 1 + max(self.trained_in.values(), default=0), "in order, none left out"
                 for uid in action.rollouts:
@@ -87,11 +102,11 @@ class Watched(World):
 
 
 def rules() -> st.SearchStrategy[Rules]:
-    def allowed(placement: str, tail: str, staleness: int, mixes: bool) -> Rules:
-        return Rules(placement, tail, max(staleness, tail == "carry"), mixes)
+    def allowed(placement: str, tail: str, staleness: int, mixes: bool, lends: bool) -> Rules:
+        return Rules(placement, tail, max(staleness, tail in CARRYING), mixes or tail == "oversample", lends)
 
     names = st.sampled_from(list(PLACEMENTS)), st.sampled_from(list(TAILS))
-    return st.builds(allowed, *names, st.integers(0, 3), st.booleans())
+    return st.builds(allowed, *names, st.integers(0, 3), st.booleans(), st.booleans())
 
 
 changes = st.lists(
@@ -122,6 +137,8 @@ def test_every_rollout_is_trained_once_and_none_is_too_stale_whoever_comes_and_g
     carried = asked - set(world.trained_in)
     # One group of the last step would be trained in the next; a prompt that comes up twice in a step makes a large one.
     assert len(carried) <= (4 if rule.carries else 0)
+    note_event(rule.tail)
+    note_event("early" if any(step < int(uid.split("/")[0]) for uid, step in world.trained_in.items()) else "not early")
     note_event("moved" if outcome.num_moved else "nothing moved")
     note_event("carried" if any(step > int(uid.split("/")[0]) for uid, step in world.trained_in.items()) else "in time")
     assert len(outcome.steps) == 5
@@ -225,6 +242,43 @@ def test_groups_that_take_too_long_go_on_in_the_next_step_once() -> None:
     assert isinstance(closed, CloseStep) and set(closed.rollouts) >= {"1/18", "1/19", "2/0"}
 
 
+def test_with_more_groups_than_a_step_needs_the_first_that_are_done_make_it_up() -> None:
+    fleet = fleet_of(Rules(tail="oversample", staleness=1), "a", slots=64)
+    begun = fleet.on_event(asked(*[5.0] * 10), 0.0)
+    early = fleet.on_event(asked(*[5.0] * 10, step=2), 0.0)
+    assert len(begun) == 10 and early == [Sample("a", "2/0", 0), Sample("a", "2/1", 0)], "a fifth of the next step"
+    for uid in ("2/1", *(f"1/{place}" for place in range(8))):
+        assert fleet.on_event(RolloutEnded(uid, 5), 1.0) == [], "nine groups are done, ten are needed"
+    (closed,) = fleet.on_event(RolloutEnded("1/8", 5), 1.0)
+    assert closed == CloseStep(1, (*(f"1/{place}" for place in range(9)), "2/1"))
+    others = fleet.on_event(WeightsLive(1), 2.0)
+    assert [one.rollout for one in others if isinstance(one, Sample)] == [f"2/{place}" for place in range(2, 10)]
+    for uid in ("1/9", *(f"2/{place}" for place in range(2, 10))):
+        assert fleet.on_event(RolloutEnded(uid, 5), 3.0) == [], "what was begun early is not put off again"
+    (closed,) = fleet.on_event(RolloutEnded("2/0", 9), 4.0)
+    assert isinstance(closed, CloseStep) and set(closed.rollouts) == {"1/9", "2/0", *(f"2/{n}" for n in range(2, 10))}
+
+
+def test_only_what_outgrew_its_forecast_goes_on_in_the_next_step() -> None:
+    lengths = {f"1/{place}": 100.0 for place in range(20)}
+    fleet = fleet_of(Rules(tail="outliers", staleness=1), "a", slots=64, lengths=lengths)
+    assert Sample("a", "1/0", 0, tell_at=150) in fleet.on_event(asked(*lengths.values()), 0.0)
+    for place in range(18):
+        assert fleet.on_event(RolloutEnded(f"1/{place}", 5), 1.0) == []
+    assert fleet.on_event(Outgrew("1/18"), 2.0) == [], "the other one may still end as forecast"
+    (closed,) = fleet.on_event(Outgrew("1/19"), 2.0)
+    assert isinstance(closed, CloseStep) and len(closed.rollouts) == 18
+
+
+def test_a_worker_without_work_is_lent_and_recalled_before_it_gets_some() -> None:
+    fleet = Fleet(Rules(lends_idle=True))
+    assert fleet.on_event(WorkerJoined("a", 4, POINTS), 0.0) == [Lend("a")]
+    fleet.on_event(WeightsLive(0), 0.0)
+    assert fleet.on_event(asked(5.0, 5.0), 0.0) == [Recall("a"), Sample("a", "1/0", 0), Sample("a", "1/1", 0)]
+    assert fleet.on_event(RolloutEnded("1/0", 5), 1.0) == []
+    assert fleet.on_event(RolloutEnded("1/1", 5), 1.0) == [CloseStep(1, ("1/0", "1/1")), Lend("a")]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(1, 5000), min_size=1, max_size=80), st.integers(1, 20))
 def test_ranking_groups_deal_out_everything_once_and_shorter_ones_to_earlier_workers(
@@ -252,6 +306,7 @@ def test_two_tiers_give_long_groups_more_workers() -> None:
         ({"placement": "random"}, "known: least load"),
         ({"tail": "drop"}, "known: whole, move"),
         ({"tail": "carry"}, "needs a staleness of 1"),
+        ({"tail": "oversample", "staleness": 1, "mixes_steps": False}, "needs mixes_steps"),
     ],
 )
 def test_rules_that_cannot_be(settings: dict[str, Any], says: str) -> None:

@@ -6,10 +6,14 @@ import statistics
 
 import pytest
 
-from slipstream.schedule.fleet import Rules
+from slipstream.schedule.dispatch import WorkerSpec
+from slipstream.schedule.rules import Rules
 from slipstream.schedule.speeds import SpeedCurve
+from slipstream.simulate.pace import Pace
+from slipstream.simulate.system import Change, Costs, System
+from slipstream.simulate.worker import SimulatedWorker
 from slipstream.simulate.workloads import PRESETS, LongTail, SimulatedStep, recorded_steps
-from slipstream.simulate.world import Change, Costs, System, simulate
+from slipstream.simulate.world import simulate
 
 FLAT = SpeedCurve(((1, 1.0),))
 SEEN = SpeedCurve(((1, 0.0084), (8, 0.0091), (32, 0.0103), (128, 0.0153), (512, 0.0369)))
@@ -76,6 +80,60 @@ def test_drafts_and_a_worker_that_dies_by_hand() -> None:
     with pytest.raises(RuntimeError, match="no worker is left"):
         gone = [Change(1.0, "leave", "w0"), Change(2.0, "leave", "w1")]
         simulate(System(PLAIN), costs, work, num_gpus=3, train_gpus=1, changes=gone)
+
+
+def test_a_rollout_that_outgrows_its_forecast_is_told_of_at_that_very_token() -> None:
+    worker = SimulatedWorker(WorkerSpec("w", FLAT, 4))
+    worker.submit("a", 10.0, 6.0)
+    worker.submit("b", 3.0, 1.0)
+    worker.submit("c", 9.0, 7.0)
+    times = []
+    worker.withdraw("c")
+    while (next_s := worker.next_s()) is not None:
+        ended = worker.advance(next_s)
+        times.append((next_s, [uid for _, uid in ended], worker.take_passed()))
+    assert times == [(1, [], ["b"]), (3, ["b"], []), (6, [], ["a"]), (10, ["a"], [])]
+
+
+def test_rollouts_speed_up_where_drafts_are_right_more_often() -> None:
+    pace = Pace(((0, 1.0), (4, 2.0), (10, 0.5)))
+    assert [pace.work(tokens) for tokens in (0, 3, 4, 8, 10, 12)] == [0, 3, 4, 6, 7, 11]
+    for tokens in (0.0, 2.5, 4.0, 7.0, 10.0, 31.0):
+        assert pace.num_tokens(pace.work(tokens)) == pytest.approx(tokens)
+    costs = Costs(FLAT, slots=8, gpus_a_worker=1, train_gpu_s=0.5)
+    system = System(PLAIN, pace=pace)
+    leaves = [Change(5.0, "leave", "w0"), Change(6.0, "join", "w1")]
+    for changes, sampled_s in (([], 7), (leaves, 8.03)):  # at 5 s it has 6 tokens, which are computed again for 0.03
+        times = simulate(system, costs, steps_of([10.0]), num_gpus=2, train_gpus=1, changes=changes)
+        assert times.steps[0].sampled_s == pytest.approx(sampled_s)
+    with pytest.raises(ValueError, match="stand still"):
+        Pace(((0, 0.0),))
+    with pytest.raises(ValueError, match="from 0 on, in order"):
+        Pace(((0, 1.0), (5, 1.0), (5, 2.0)))
+
+
+def test_workers_that_wait_are_lent_for_as_long_as_they_wait() -> None:
+    """Sampling takes 10 s, training 7, in turns: the worker waits for 7 of 17, and the trainer cannot be lent."""
+    costs = Costs(FLAT, slots=8, gpus_a_worker=1, train_gpu_s=0.5)
+    work = steps_of(*[[4.0, 10.0]] * 5)
+    for lends in (True, False):
+        times = simulate(System(Rules("round robin", lends_idle=lends)), costs, work, num_gpus=2, train_gpus=1)
+        assert times.lent_share == pytest.approx(7 / 34 if lends else 0.0)
+
+
+@pytest.mark.parametrize(("train_gpu_s", "num_workers"), [(0.005, 8), (0.02, 2)])
+def test_workers_come_and_go_until_generation_keeps_up_with_training(train_gpu_s: float, num_workers: int) -> None:
+    """A worker samples 100 tokens a second; 4 GPUs train as many as 8 workers sample, or as 2."""
+    work = LongTail(400, 10_000, 0.1, 0.1).draw(num_prompts=32, prompts_per_step=32, samples=4, steps=30, seed=0)
+    costs = Costs(SpeedCurve(((1, 0.01), (64, 0.64))), slots=64, gpus_a_worker=1, train_gpu_s=train_gpu_s)
+    system = System(Rules(staleness=1), streams=True)
+    fixed, elastic = (simulate(system, costs, work, num_gpus=8, train_gpus=4, most_workers=most) for most in (0, 16))
+    assert {step.num_workers for step in fixed.steps} == {4}
+    assert elastic.steps[-1].num_workers == pytest.approx(num_workers, abs=1)
+    if num_workers > 4:
+        assert elastic.step_s < 0.8 * fixed.step_s
+    else:
+        assert elastic.step_s < 1.05 * fixed.step_s and elastic.idle_share < fixed.idle_share - 0.1
 
 
 def test_steps_that_come_in_turns_are_counted_in_whole_turns() -> None:

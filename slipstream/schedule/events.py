@@ -169,7 +169,14 @@ class HandedBack:
     num_tokens: int
 
 
-FleetEvent = WorkerJoined | WorkerLeft | RolloutsAsked | RolloutEnded | HandedBack | WeightsLive
+@dataclass(frozen=True, slots=True)
+class Outgrew:
+    """A rollout has more tokens than it was to tell of."""
+
+    rollout: str
+
+
+FleetEvent = WorkerJoined | WorkerLeft | RolloutsAsked | RolloutEnded | HandedBack | Outgrew | WeightsLive
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +186,8 @@ class Sample:
     worker: str
     rollout: str
     num_tokens: int
+    tell_at: int = 0
+    """Tell when it has more tokens than this and has not ended; 0: need not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +206,21 @@ class CloseStep:
     rollouts: tuple[str, ...]
 
 
-FleetAction = Sample | TakeBack | CloseStep
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """There is nothing to sample for this worker: it may train a drafter until it is recalled."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """At once: what it was lent for is given up."""
+
+    worker: str
+
+
+FleetAction = Sample | TakeBack | CloseStep | Lend | Recall
 
 Item = Event | Action | FleetEvent | FleetAction
 
@@ -206,8 +229,8 @@ BY_NAME: dict[str, type] = {
     for kind in (
         *(RunBegan, GroupScored, StepTrained, WeightsLive, Evaluated, Saved, StopAsked, DraftChosen),
         *(Generate, Train, PushWeights, Evaluate, Record, Save, Finish),
-        *(WorkerJoined, WorkerLeft, RolloutsAsked, RolloutEnded, HandedBack),
-        *(Sample, TakeBack, CloseStep),
+        *(WorkerJoined, WorkerLeft, RolloutsAsked, RolloutEnded, HandedBack, Outgrew),
+        *(Sample, TakeBack, CloseStep, Lend, Recall),
     )
 }
 

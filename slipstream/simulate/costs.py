@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from slipstream.schedule.speeds import SpeedCurve
+from slipstream.simulate.system import Costs
 from slipstream.simulate.workloads import SimulatedStep
-from slipstream.simulate.world import Costs
 
 BANDWIDTH_REACHED, COMPUTE_REACHED, TRAINING_REACHED = 0.75, 0.45, 0.4
 STEP_OVERHEAD_S = 0.002

@@ -140,7 +140,7 @@ def _of_one_kind(offer: Offer, need: Need) -> list[Plan]:
         steps, _ = _draw(need, scale, SEEDS[0])
         costs = costs_of(need.billions, gpu, steps, training=need.training)
         found = best_result("", SYSTEMS[OUR_SYSTEM], costs, steps, num_gpus // scale)
-        train_gpus = max(trainers, round(found.train_gpus * num_gpus / found.outcome.num_gpus))
+        train_gpus = max(trainers, round(found.train_gpus * num_gpus / (num_gpus // scale)))
         workers = max(1, (num_gpus - train_gpus) // unit)
         return _timed(offer, workers * unit, offer, max(trainers, num_gpus - workers * unit), need)
 

@@ -20,11 +20,12 @@ from slipstream.observe.store import RunStore
 from slipstream.schedule.speeds import SpeedCurve, curve_of_bench
 from slipstream.simulate.against import foretell
 from slipstream.simulate.costs import GPUS, costs_of
+from slipstream.simulate.outcome import least_steps
 from slipstream.simulate.planning import Need, Offer, Plan, make_plans
 from slipstream.simulate.study import Result, compare
+from slipstream.simulate.system import Costs, System
 from slipstream.simulate.systems import SYSTEMS
 from slipstream.simulate.workloads import PRESETS, SimulatedStep, recorded_steps
-from slipstream.simulate.world import Costs, System, least_steps
 
 BASELINE = "colocated"
 POINTS = 300

@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from slipstream.simulate.outcome import Outcome, least_steps
+from slipstream.simulate.system import Costs, System
 from slipstream.simulate.workloads import SimulatedStep
-from slipstream.simulate.world import Costs, Outcome, System, least_steps, simulate
+from slipstream.simulate.world import simulate
 
 COARSE, FINE = 8, 64
 """Splits that are tried at first, and how finely in the end, as a part of the workers."""

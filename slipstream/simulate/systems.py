@@ -8,8 +8,8 @@ a ranker that tells lengths of new prompts: here it knows them, which is more.
 
 from __future__ import annotations
 
-from slipstream.schedule.fleet import Rules
-from slipstream.simulate.world import System
+from slipstream.schedule.rules import Rules
+from slipstream.simulate.system import System
 
 TLT_DRAFTS = ((1, 3.62), (2, 3.39), (4, 3.13), (8, 2.73), (16, 2.67), (32, 2.48), (33, 1.0))
 """Beyond 32 sequences it decodes without."""

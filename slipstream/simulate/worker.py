@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 
 from slipstream.schedule.dispatch import WorkerSpec
 
+ROUNDING = 1e-6
+"""Tokens by which progress may be off."""
+
 
 @dataclass(slots=True)
 class SimulatedWorker:
@@ -26,6 +29,11 @@ class SimulatedWorker:
     _waiting: deque[tuple[str, float]] = field(default_factory=deque)
     _running: list[tuple[float, int, str]] = field(default_factory=list)
     """(progress at its end, order of admission, uid)."""
+    _marks: list[tuple[float, str]] = field(default_factory=list)
+    """(progress, uid): places that rollouts shall tell when they pass them; a heap."""
+    _here: set[str] = field(default_factory=set)
+    """Rollouts with a mark."""
+    _passed: list[str] = field(default_factory=list)
     _progress: float = 0.0
     _num_admitted: int = 0
 
@@ -37,11 +45,31 @@ class SimulatedWorker:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def submit(self, uid: str, num_tokens: float) -> None:
-        """Waits for a free slot, first come first served; takes it at `now_s` if there is one."""
+    def submit(self, uid: str, num_tokens: float, tell_at: float | None = None) -> None:
+        """Waits for a free slot, first come first served; takes it at `now_s` if there is one.
+
+        `tell_at`: tokens after which `take_passed` names it; only for one that need not wait.
+        """
         assert num_tokens > 0, f"{uid}: a rollout has at least one token"
+        if tell_at is not None:
+            assert len(self._running) < self.spec.slots, f"{uid} would wait"
+            heapq.heappush(self._marks, (self._progress + tell_at, uid))
+            self._here.add(uid)
         self._waiting.append((uid, num_tokens))
         self._admit()
+
+    def next_s(self) -> float | None:
+        """When the next rollout ends or passes its mark if nothing is submitted before; None if there is none."""
+        while self._marks and self._marks[0][1] not in self._here:
+            heapq.heappop(self._marks)
+        if not self._marks or not self._running or self._running[0][0] <= self._marks[0][0]:
+            return self.next_end_s()
+        return self.now_s + (self._marks[0][0] - self._progress) * self.spec.curve.token_s(len(self._running))
+
+    def take_passed(self) -> list[str]:
+        """Rollouts that have passed their marks since this was last asked."""
+        passed, self._passed = self._passed, []
+        return passed
 
     def next_end_s(self) -> float | None:
         """When the next rollout ends if nothing is submitted before; None if there is none."""
@@ -58,12 +86,18 @@ class SimulatedWorker:
             self._progress, _, uid = heapq.heappop(self._running)
             self.now_s = end_s
             ended.append((end_s, uid))
+            self._here.discard(uid)
             self._admit()
         if self._running:
             self.busy_slot_s += len(self._running) * (now_s - self.now_s)
             self.busy_s += now_s - self.now_s
             self._progress += (now_s - self.now_s) / self.spec.curve.token_s(len(self._running))
         self.now_s = now_s
+        while self._marks and self._marks[0][0] <= self._progress + ROUNDING:
+            _, uid = heapq.heappop(self._marks)
+            if uid in self._here:
+                self._here.remove(uid)
+                self._passed.append(uid)
         return ended
 
     def busy_until(self, now_s: float) -> float:
@@ -79,6 +113,7 @@ class SimulatedWorker:
         for place, (end, _, running) in enumerate(self._running):
             if running == uid:
                 del self._running[place]
+                self._here.discard(uid)
                 heapq.heapify(self._running)
                 self._admit()
                 return end - self._progress

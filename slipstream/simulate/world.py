@@ -10,15 +10,18 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
-from typing import Literal
 
+from slipstream.schedule.allocation import Adjuster
 from slipstream.schedule.dispatch import WorkerSpec
 from slipstream.schedule.events import (
     CloseStep,
     FleetEvent,
     HandedBack,
+    Lend,
+    Outgrew,
+    Recall,
     RolloutEnded,
     RolloutsAsked,
     Sample,
@@ -27,120 +30,13 @@ from slipstream.schedule.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from slipstream.schedule.fleet import Fleet, Forecast, Rules
+from slipstream.schedule.fleet import Fleet, Forecast
 from slipstream.schedule.speeds import SpeedCurve
+from slipstream.simulate.outcome import Outcome, StepTimes
+from slipstream.simulate.system import Change, Costs, System
+from slipstream.simulate.trainer import SimulatedTrainer
 from slipstream.simulate.worker import SimulatedWorker
 from slipstream.simulate.workloads import SimulatedStep
-
-FILLING = 2
-"""Steps at the beginning in which pipelines fill."""
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """Who does what when."""
-
-    rules: Rules = field(default_factory=Rules)
-    colocated: bool = False
-    """Generation and training take turns on all GPUs; else each has its own."""
-    streams: bool = False
-    """Groups are trained as they are done; else a step at once."""
-    drafts: tuple[tuple[int, float], ...] = ()
-    """(sequences, times the tokens a second with drafts, all told); none if empty."""
-    foresees: bool = False
-    """Lengths are known, not forecast: nobody has that, and it shows what forecasts could be worth."""
-
-    def __post_init__(self) -> None:
-        if self.colocated and (self.streams or self.rules.staleness):
-            raise ValueError("what shares its GPUs can neither stream nor overlap: leave out streams and staleness")
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    curve: SpeedCurve
-    """Of one worker without drafts."""
-    slots: int
-    gpus_a_worker: int
-    train_gpu_s: float
-    """GPU-seconds of training a token."""
-    weights_s: float = 0.0
-    """From the end of training until all workers have the weights."""
-    prefill_share: float = 0.005
-    """Of the time of decoding a token: that of computing its keys again when a rollout goes on elsewhere."""
-    hand_back_s: float = 0.0
-    """Between taking a rollout from a worker and telling the fleet, which may hear other things meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A worker dies or is given back, or another one comes."""
-
-    at_s: float
-    kind: Literal["join", "leave"]
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    sampled_s: float
-    """When the last of its rollouts ended."""
-    trained_s: float
-    ready_s: float
-    """When its weights were on the workers."""
-    rollouts: tuple[str, ...]
-    busy_gpu_s: float
-    """GPU-time spent decoding or training until it was trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    steps: list[StepTimes]
-    num_gpus: int
-    staleness: int
-    num_moved: int
-    """Rollouts taken from one worker and given to another, or begun again."""
-    num_events: int
-    decoding: list[tuple[float, int]]
-    """(time, GPUs of workers with something to decode from then on)."""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds from one step to the next, once pipelines are full and as long as there is a next step to sample."""
-        first, last, num_steps = self._steady()
-        return (last.trained_s - first.trained_s) / num_steps
-
-    @property
-    def idle_share(self) -> float:
-        """GPU-time in which nothing was decoded or trained, in the same steps."""
-        first, last, _ = self._steady()
-        return 1 - (last.busy_gpu_s - first.busy_gpu_s) / ((last.trained_s - first.trained_s) * self.num_gpus)
-
-    def decoding_over(self, num_points: int) -> dict[float, float]:
-        """{seconds since pipelines were full: GPUs that decode}, until there was no next step to sample."""
-        first, last = (step.trained_s for step in self._steady()[:2])
-        times = [first + (last - first) * point / (num_points - 1) for point in range(num_points)]
-        found: dict[float, float] = {}
-        place = 0
-        for at_s in times:
-            while place + 1 < len(self.decoding) and self.decoding[place + 1][0] <= at_s:
-                place += 1
-            found[round(at_s - first, 3)] = float(self.decoding[place][1])
-        return found
-
-    def _steady(self) -> tuple[StepTimes, StepTimes, int]:
-        """From which step to which, and how many that is: steps that may overlap come in turns, a long and a short one,
-        so whole turns count."""
-        least = least_steps(self.staleness)
-        if len(self.steps) < least:
-            raise ValueError(f"at least {least} steps are needed to tell the time of one, not {len(self.steps)}")
-        num_steps = len(self.steps) - FILLING - 1 - self.staleness
-        num_steps -= num_steps % (self.staleness + 1)
-        return self.steps[FILLING], self.steps[FILLING + num_steps], num_steps
-
-
-def least_steps(staleness: int, turns: int = 1) -> int:
-    """Steps to simulate, so that so many turns of steady ones are among them."""
-    return FILLING + 1 + staleness + turns * (staleness + 1)
 
 
 def simulate(
@@ -151,9 +47,12 @@ def simulate(
     num_gpus: int,
     train_gpus: int = 0,
     changes: Sequence[Change] = (),
+    most_workers: int = 0,
 ) -> Outcome:
-    """`train_gpus` of `num_gpus` train, if they are not shared."""
-    return World(system, costs, steps, num_gpus=num_gpus, train_gpus=train_gpus, changes=changes).run()
+    """`train_gpus` of `num_gpus` train, if they are not shared. `most_workers`: if more than 0, workers are rented and
+    given back from step to step as `schedule.allocation.Adjuster` says, up to so many."""
+    sizes = {"num_gpus": num_gpus, "train_gpus": train_gpus, "most_workers": most_workers}
+    return World(system, costs, steps, changes=changes, **sizes).run()
 
 
 class World:
@@ -166,6 +65,7 @@ class World:
         num_gpus: int,
         train_gpus: int,
         changes: Sequence[Change] = (),
+        most_workers: int = 0,
     ) -> None:
         num_workers = (num_gpus if system.colocated else num_gpus - train_gpus) // costs.gpus_a_worker
         if num_workers < 1:
@@ -182,7 +82,9 @@ class World:
         ]
         forecast: Forecast | None = (lambda uid, prompt: self._lengths[uid]) if system.foresees else None
         self.fleet = Fleet(system.rules, forecast)
-        self._trainer = _Trainer(system.streams, costs.train_gpu_s / (num_gpus if system.colocated else train_gpus))
+        self._trainer = SimulatedTrainer(
+            system.streams, costs.train_gpu_s / (num_gpus if system.colocated else train_gpus)
+        )
         self._groups: dict[str, _Group] = {}
         for ask in self._asks:
             here: dict[str, _Group] = {}
@@ -196,6 +98,7 @@ class World:
         self._changed: dict[str, SimulatedWorker] = {}
         """Those whose next end is to be reckoned anew once the fleet has said all it wants."""
         self._ended: deque[str] = deque()
+        self._outgrown: deque[str] = deque()
         self._on_the_way: dict[str, tuple[str, int]] = {}
         """Rollouts that were taken back: from which worker, and with how many tokens."""
         self._busy: set[str] = set()
@@ -206,7 +109,15 @@ class World:
         self._closed: dict[int, tuple[str, ...]] = {}
         self._sampled_s: dict[int, float] = {}
         self._done: list[StepTimes] = []
-        self._busy_s = self._trained_tokens = 0.0
+        self._adjuster = Adjuster() if most_workers else None
+        self._most_workers = most_workers
+        self._lent_since: dict[str, float] = {}
+        self._busy_s = self._trained_tokens = self._lent_s = 0.0
+        self._extra_s = self._counted_s = 0.0
+        """Worker-seconds more than those of the workers at the start, up to the last change."""
+        self._num_at_start = num_workers
+        self._decoded_s = 0.0
+        """Worker-seconds of decoding until the last step was trained."""
         self._num_moved = self._num_events = 0
         self.now_s = 0.0
         self._at(0.0, lambda: self._begin(num_workers))
@@ -221,7 +132,6 @@ class World:
             raise RuntimeError(f"step {len(self._done) + 1} is never done: no worker is left")
         return Outcome(
             steps=self._done,
-            num_gpus=self._num_gpus,
             staleness=self._system.rules.staleness,
             num_moved=self._num_moved,
             num_events=self._num_events,
@@ -240,6 +150,10 @@ class World:
                     self._sample(action)
                 case TakeBack():
                     self._take_back(action)
+                case Lend():
+                    self._lent_since[action.worker] = self.now_s
+                case Recall():
+                    self._end_loan(action.worker)
                 case CloseStep():
                     self._closed[action.step] = action.rollouts
                     self._sampled_s[action.step] = self.now_s
@@ -258,6 +172,10 @@ class World:
             if not group.num_left:
                 self._trainer.take_in(group.step, group.num_tokens, self.now_s)
             self._tell(RolloutEnded(uid, int(self._lengths[uid])))
+        while self._outgrown:
+            uid = self._outgrown.popleft()
+            if uid in self._groups and uid not in self._on_the_way:
+                self._tell(Outgrew(uid))
         self._depth -= 1
         for worker in self._changed.values():
             self._expect_end(worker)
@@ -266,6 +184,7 @@ class World:
     def _advance(self, worker: SimulatedWorker) -> None:
         """To now. What ends at this very moment is told to the fleet after what it is saying."""
         self._ended.extend(uid for _, uid in worker.advance(self.now_s))
+        self._outgrown.extend(worker.take_passed())
         self._changed[worker.spec.name] = worker
 
     def _begin(self, num_workers: int) -> None:
@@ -282,6 +201,8 @@ class World:
             worker = self._workers[change.worker]
             self._advance(worker)
             self._settle()
+            self._count_workers()
+            self._end_loan(change.worker)
             del self._workers[change.worker]
             self._busy_s += worker.busy_s
             self._stamps[change.worker] = -1
@@ -295,19 +216,23 @@ class World:
 
     def _join(self, name: str) -> None:
         spec = WorkerSpec(name, self._curve, self._costs.slots)
+        self._count_workers()
         self._workers[name] = SimulatedWorker(spec, now_s=self.now_s)
         self._tell(WorkerJoined(name, spec.slots, self._curve.points, self._curve.tokens_a_step))
 
     def _sampled(self, uid: str, to_go: float) -> int:
         """Tokens that a rollout has; one at least is left to be sampled."""
-        return max(0, min(int(self._lengths[uid] - to_go), int(self._lengths[uid]) - 1))
+        pace, length = self._system.pace, self._lengths[uid]
+        return max(0, min(int(pace.num_tokens(max(0.0, pace.work(length) - to_go))), int(length) - 1))
 
     def _sample(self, action: Sample) -> None:
         worker = self._workers[action.worker]
         assert worker.num_running < worker.spec.slots, f"{action.worker} has no slot left"
         self._advance(worker)
-        again = action.num_tokens * self._costs.prefill_share
-        worker.submit(action.rollout, self._lengths[action.rollout] - action.num_tokens + again)
+        pace, length = self._system.pace, self._lengths[action.rollout]
+        done = pace.work(action.num_tokens) - action.num_tokens * self._costs.prefill_share
+        tells = action.tell_at and action.num_tokens <= action.tell_at < length
+        worker.submit(action.rollout, pace.work(length) - done, pace.work(action.tell_at) - done if tells else None)
 
     def _take_back(self, action: TakeBack) -> None:
         worker = self._workers[action.worker]
@@ -329,10 +254,10 @@ class World:
 
     def _expect_end(self, worker: SimulatedWorker) -> None:
         stamp = self._stamps[worker.spec.name] = next(self._numbers)
-        end_s = worker.next_end_s()
-        self._note_work(worker.spec.name, end_s is not None)
-        if end_s is not None:
-            self._at(max(end_s, self.now_s), lambda: self._end(worker, stamp))
+        next_s = worker.next_s()
+        self._note_work(worker.spec.name, next_s is not None)
+        if next_s is not None:
+            self._at(max(next_s, self.now_s), lambda: self._end(worker, stamp))
 
     def _note_work(self, name: str, has_work: bool) -> None:
         if has_work != (name in self._busy):
@@ -343,7 +268,8 @@ class World:
         if self._stamps[worker.spec.name] != stamp:
             return  # its batch has changed since
         # By what it says itself: its end may be a rounding error before the time that was noted.
-        self._ended.extend(uid for _, uid in worker.advance(worker.next_end_s() or self.now_s))
+        self._ended.extend(uid for _, uid in worker.advance(worker.next_s() or self.now_s))
+        self._outgrown.extend(worker.take_passed())
         self._changed[worker.spec.name] = worker
         self._settle()
 
@@ -360,11 +286,45 @@ class World:
         rollouts = self._closed.pop(step)
         self._trained_tokens += sum(self._lengths[uid] for uid in rollouts)
         decoding_s = self._busy_s + sum(worker.busy_until(self.now_s) for worker in self._workers.values())
-        busy_gpu_s = decoding_s * self._costs.gpus_a_worker + self._trained_tokens * self._costs.train_gpu_s
-        self._done.append(StepTimes(self._sampled_s[step], self.now_s, ready_s, rollouts, busy_gpu_s))
+        self._count_workers()
+        unit = self._costs.gpus_a_worker
+        lent_s = self._lent_s + sum(self.now_s - since_s for since_s in self._lent_since.values())
+        times = StepTimes(
+            sampled_s=self._sampled_s[step],
+            trained_s=self.now_s,
+            ready_s=ready_s,
+            rollouts=rollouts,
+            busy_gpu_s=decoding_s * unit + self._trained_tokens * self._costs.train_gpu_s,
+            had_gpu_s=self._num_gpus * self.now_s + self._extra_s * unit,
+            lent_gpu_s=lent_s * unit,
+            num_workers=len(self._workers),
+        )
+        self._adjust(decoding_s, sum(self._lengths[uid] for uid in rollouts))
+        self._done.append(times)
         self._trainer.go_on(self.now_s)
         self._at(ready_s, lambda: self._tell(WeightsLive(step)))
         self._train()
+
+    def _adjust(self, decoding_s: float, num_tokens: float) -> None:
+        """After a step: a worker more, or one fewer, if they may come and go."""
+        if self._adjuster is None:
+            return
+        num_workers = len(self._workers)
+        gen_s = (decoding_s - self._decoded_s) / num_workers
+        self._decoded_s = decoding_s
+        change = self._adjuster.observe(gen_s, self._trainer.token_s * num_tokens, num_workers, self._most_workers)
+        if change > 0:
+            self._join(f"rented {next(self._numbers)}")
+        elif change < 0:
+            self._change(Change(self.now_s, "leave", next(reversed(self._workers))))
+
+    def _count_workers(self) -> None:
+        self._extra_s += (len(self._workers) - self._num_at_start) * (self.now_s - self._counted_s)
+        self._counted_s = self.now_s
+
+    def _end_loan(self, worker: str) -> None:
+        if worker in self._lent_since:
+            self._lent_s += self.now_s - self._lent_since.pop(worker)
 
 
 @dataclass(slots=True)
@@ -372,33 +332,3 @@ class _Group:
     step: int
     num_left: int = 0
     num_tokens: float = 0.0
-
-
-class _Trainer:
-    """When it will be done with what it was given."""
-
-    def __init__(self, streams: bool, token_s: float) -> None:
-        self.step = 1
-        self.is_ending = False
-        self._streams, self._token_s = streams, token_s
-        self._free_s = 0.0
-        self._early: dict[int, float] = {}
-        """Tokens of groups that belong to steps to come."""
-
-    def take_in(self, step: int, num_tokens: float, now_s: float) -> None:
-        if not self._streams:
-            return
-        if step > self.step:
-            self._early[step] = self._early.get(step, 0.0) + num_tokens
-        else:
-            self._free_s = max(self._free_s, now_s) + num_tokens * self._token_s
-
-    def end(self, num_tokens: float, now_s: float) -> float:
-        self.is_ending = True
-        if not self._streams:
-            self._free_s = max(self._free_s, now_s) + num_tokens * self._token_s
-        return max(self._free_s, now_s)
-
-    def go_on(self, now_s: float) -> None:
-        self.step, self.is_ending = self.step + 1, False
-        self._free_s = max(self._free_s, now_s) + self._early.pop(self.step, 0.0) * self._token_s

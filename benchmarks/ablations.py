@@ -12,18 +12,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.schedule.rules import Rules
+from slipstream.schedule.rules import TAILS, Rules
 from slipstream.simulate.costs import GPUS, costs_of
-from slipstream.simulate.study import best_result
+from slipstream.simulate.pace import Pace
+from slipstream.simulate.study import Result, best_result
 from slipstream.simulate.system import Costs, System
-from slipstream.simulate.systems import RHYME_DRAFTS, SYSTEMS, TLT_DRAFTS
+from slipstream.simulate.systems import OUR_DRAFTS, RHYME_DRAFTS, SYSTEMS, TLT_DRAFTS
 from slipstream.simulate.workloads import PRESETS, LongTail, SimulatedStep
+from slipstream.simulate.world import simulate
 
 STEPS = 9
+MOST_SEARCHED = 512
+"""GPUs up to which the best split is looked for."""
 STREAMRL_RATES = {
     ("5k", 7): (13.0, 16.1, 21.3),
     ("5k", 32): (6.0, 6.7, 7.7),
@@ -122,13 +127,75 @@ def together() -> list[dict[str, Any]]:
     return rows
 
 
+def tails() -> list[dict[str, Any]]:
+    """What to do with a step's last rollouts, with rules that are ours otherwise, by staleness."""
+    steps = draw(PRESETS["20k"], 128, 8)
+    costs = costs_of(7, GPUS["h100"], steps)
+    rows = []
+    for staleness in (1, 2):
+        for tail in TAILS:
+            system = System(Rules(tail=tail, staleness=staleness), streams=True, drafts=OUR_DRAFTS)
+            found = best_result(tail, system, costs, steps, 32)
+            rows.append({"staleness": staleness} | found.as_dict())
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def late_drafts() -> list[dict[str, Any]]:
+    """If drafts are worth less in the second half of a long rollout than was measured on average."""
+    steps = draw(PRESETS["20k"], 128, 8)
+    costs = costs_of(7, GPUS["h100"], steps)
+    rows = []
+    for late in (1.0, 0.8, 0.6):
+        pace = Pace(((0, 1.0), (PRESETS["20k"].median, late)))
+        found = best_result(f"late {late}", replace(SYSTEMS["Slipstream"], pace=pace), costs, steps, 32)
+        rows.append(found.as_dict())
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def sizes() -> list[dict[str, Any]]:
+    """From 8 to 4,096 GPUs, 32 rollouts for each; the largest split as the one before, since a search takes hours."""
+    rows: list[dict[str, Any]] = []
+    for num_gpus in (8, 32, 128, 512, 4096):
+        steps = draw(PRESETS["20k"], 4 * num_gpus, 8)
+        costs = costs_of(7, GPUS["h100"], steps)
+        row = {"gpus": num_gpus, "rollouts": sum(len(step.lengths) for step in steps)}
+        for name in ("colocated", "RhymeRL", "Slipstream"):
+            system = SYSTEMS[name]
+            if num_gpus <= MOST_SEARCHED:
+                found = best_result(name, system, costs, steps, num_gpus)
+            else:
+                train_gpus = rows[-1][name]["train_gpus"] * num_gpus // rows[-1]["gpus"]
+                outcome = simulate(system, costs, steps, num_gpus=num_gpus, train_gpus=train_gpus)
+                found = Result(name, train_gpus, outcome)
+            row[name] = found.as_dict()
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "ablations": ablations,
+    "together": together,
+    "tails": tails,
+    "late_drafts": late_drafts,
+    "sizes": sizes,
+    "streamrl_rates": streamrl_rates,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", default=",".join(PARTS), help="which, separated by commas; others stay as they are")
     arguments = parser.parse_args()
-    record = {"what": "benchmarks/ablations.py", "tlt_drafts": TLT_DRAFTS, "ablations": ablations()}
-    record |= {"together": together(), "streamrl_rates": streamrl_rates()}
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    record: dict[str, Any] = {"what": "benchmarks/ablations.py", "tlt_drafts": TLT_DRAFTS, "our_drafts": OUR_DRAFTS}
+    if arguments.out.exists():
+        record = json.loads(arguments.out.read_text()) | record
+    for name in arguments.parts.split(","):
+        record[name] = PARTS[name]()
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -135,6 +135,12 @@ def simulate(
     scaling: Annotated[
         str, typer.Option(help="Also on so many GPUs, separated by commas, with as many rollouts for each.")
     ] = "",
+    growth: Annotated[
+        float, typer.Option(help="Times as long as in the step before are the rollouts of a step.")
+    ] = 1.0,
+    rent: Annotated[
+        int, typer.Option(help="Also with workers rented and given back as steps need, up to so many GPUs.", min=0)
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of the lengths drawn.")] = 0,
     run: Annotated[Path | None, typer.Option(help="Instead of drawn lengths those of a recorded run.")] = None,
     against: Annotated[
@@ -149,6 +155,8 @@ def simulate(
     slipstream simulate --size 32 --gpu h100 --gpus 64 --lengths 20k --scaling 8,64,512 --html simulated.html
 
     Only two of them: slipstream simulate --systems "colocated; Slipstream"
+
+    Rollouts that grow, and workers that are rented as they do: slipstream simulate --growth 1.03 --rent 64 --steps 30
 
     With the lengths of a run of yours: slipstream simulate --run runs/quickstart --gpus 4
 
@@ -177,6 +185,8 @@ def simulate(
         curve_file=curve,
         shape=shape,
         scaling=[_whole_number(text, "--scaling") for text in scaling.split(",")] if scaling else [],
+        growth=growth,
+        rent=rent,
         run=run,
         html_file=html_file,
         json_file=json_file,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from slipstream.simulate.against import foretell
 from slipstream.simulate.costs import GPUS, costs_of
 from slipstream.simulate.outcome import least_steps
 from slipstream.simulate.planning import Need, Offer, Plan, make_plans
-from slipstream.simulate.study import Result, compare
+from slipstream.simulate.study import Result, compare, renting
 from slipstream.simulate.system import Costs, System
 from slipstream.simulate.systems import SYSTEMS
 from slipstream.simulate.workloads import PRESETS, SimulatedStep, recorded_steps
@@ -45,10 +45,14 @@ def read_curve(file: Path, shape: str | None) -> SpeedCurve:
     return curve_of_bench(record, shape)
 
 
-def draw(lengths: str, *, prompts: int, samples: int, steps: int, seed: int) -> list[SimulatedStep]:
+def draw(
+    lengths: str, *, prompts: int, samples: int, steps: int, seed: int, growth: float = 1.0
+) -> list[SimulatedStep]:
     if lengths not in PRESETS:
         raise ValueError(f"unknown lengths '{lengths}'; known: {', '.join(PRESETS)}")
-    return PRESETS[lengths].draw(
+    if not 0.5 <= growth <= 2:
+        raise ValueError(f"--growth {growth:g}: times as long from step to step, e.g. 1.03")
+    return replace(PRESETS[lengths], growth=growth).draw(
         num_prompts=4 * prompts, prompts_per_step=prompts, samples=samples, steps=steps, seed=seed
     )
 
@@ -88,6 +92,8 @@ def show_comparison(
     curve_file: Path | None = None,
     shape: str | None = None,
     scaling: Sequence[int] = (),
+    growth: float = 1.0,
+    rent: int = 0,
     run: Path | None = None,
     html_file: Path | None = None,
     json_file: Path | None = None,
@@ -103,8 +109,12 @@ def show_comparison(
         raise ValueError(f"--steps {steps}: pipelines fill in the first steps, so at least {least} are needed")
     if run is not None and scaling:
         raise ValueError("--scaling draws more rollouts for more GPUs, and a run has those it has: leave one out")
+    if rent and rent < num_gpus:
+        raise ValueError(f"--rent {rent}: GPUs in all at most, so no fewer than --gpus {num_gpus}")
+    if run is not None and growth != 1:
+        raise ValueError("--growth is for lengths that are drawn, and a run has those it has: leave one out")
     if run is None:
-        work = draw(lengths, prompts=prompts, samples=samples, steps=steps, seed=seed)
+        work = draw(lengths, prompts=prompts, samples=samples, steps=steps, seed=seed, growth=growth)
     else:
         work, lengths = read_run(run, steps), f"of {run.name}"
     curve = read_curve(curve_file, shape) if curve_file is not None else None
@@ -112,17 +122,20 @@ def show_comparison(
     console = Console()
     with _progress(console) as say:
         results = compare(chosen, costs, work, num_gpus, lambda done: say(f"{done.name} is done"))
+        if rent:
+            apart = [one for one in results if one.train_gpus]
+            results += [renting(one, chosen[one.name], costs, work, num_gpus, rent) for one in apart]
         by_size: dict[str, dict[int, Result]] = {name: {} for name in chosen} if scaling else {}
         for size in scaling:
             each = max(1, prompts * size // num_gpus)
-            scaled = draw(lengths, prompts=each, samples=samples, steps=steps, seed=seed)
+            scaled = draw(lengths, prompts=each, samples=samples, steps=steps, seed=seed, growth=growth)
             for result in compare(chosen, costs, scaled, size, lambda done: say(f"{done.name} is done, with scaling")):
                 by_size[result.name][size] = result
     num_rollouts = round(sum(len(step.lengths) for step in work) / len(work))
     title = f"{billions:g}B on {num_gpus} {gpu.upper()}, {num_rollouts} rollouts a step, lengths {lengths}"
     first = next((result for result in results if result.name == BASELINE), results[0])
     baseline = first.step_s
-    console.print(_table(title, results, baseline, num_gpus, num_rollouts))
+    console.print(_table(title, results, baseline, costs.gpus_a_worker, num_rollouts))
     console.print(_assumptions(costs, curve_file))
     record = {
         "what": "slipstream simulate",
@@ -133,6 +146,8 @@ def show_comparison(
         "rollouts_a_step": num_rollouts,
         "steps": steps,
         "seed": seed,
+        "growth": growth,
+        "rent": rent,
         "training": training,
         "slots": costs.slots,
         "gpus_a_worker": costs.gpus_a_worker,
@@ -223,10 +238,12 @@ def _plan_table(plans: Sequence[Plan], need: Need) -> Table:
     return shown
 
 
-def _table(title: str, results: Sequence[Result], baseline: float, num_gpus: int, num_rollouts: int) -> Table:
+def _table(title: str, results: Sequence[Result], baseline: float, gpus_a_worker: int, num_rollouts: int) -> Table:
     shown = _new_table(title, "system", "s/step", "speed-up", "per s", "split", "idle")
     for result in results:
-        split = f"{num_gpus - result.train_gpus}:{result.train_gpus}" if result.train_gpus else "shared"
+        sizes = [gpus_a_worker * step.num_workers for step in result.outcome.steps]
+        sampling = f"{min(sizes)}-{max(sizes)}" if len(set(sizes)) > 1 else str(sizes[0])
+        split = f"{sampling}:{result.train_gpus}" if result.train_gpus else "shared"
         shown.add_row(
             result.name,
             f"{result.step_s:.1f}",
@@ -281,8 +298,18 @@ def _page(
             f"{baseline / one.step_s:.2f}",
             f"{num_rollouts / one.step_s:.2f}",
             f"{one.outcome.idle_share:.0%}",
+            f"{one.outcome.lent_share:.0%}",
         ]
         for one in results
     ]
-    body += [card("In numbers", table(["system", "s/step", "speed-up", "rollouts/s", "idle"], rows))]
+    note = "Lent: of the idle time, that of workers without work, in which a drafter could be trained."
+    columns = ["system", "s/step", "speed-up", "rollouts/s", "idle", "lent"]
+    body += [card("In numbers", table(columns, rows), note)]
+    if any(len({step.num_workers for step in one.outcome.steps}) > 1 for one in results):
+        workers = {
+            one.name: {number: float(step.num_workers) for number, step in enumerate(one.outcome.steps, 1)}
+            for one in results
+            if one.train_gpus
+        }
+        body += [card("Workers, from step to step", figure_html(lines(workers, "workers", "step")))]
     return page(title, "".join([headline(title), sentence(assumptions), *body]), drawing_script())

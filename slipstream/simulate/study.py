@@ -40,7 +40,9 @@ class Result:
             "step_s": self.step_s,
             "train_gpus": self.train_gpus,
             "idle_share": self.outcome.idle_share,
+            "lent_share": self.outcome.lent_share,
             "moved": self.outcome.num_moved,
+            "workers": self.outcome.steps[-1].num_workers,
         }
 
 
@@ -70,6 +72,15 @@ def best_result(name: str, system: System, costs: Costs, steps: Sequence[Simulat
         tried |= {min(max(1, num_workers + shift), most_workers) for shift in (-spacing, spacing)}
     train_gpus = num_gpus - num_workers * unit
     return Result(name, train_gpus, simulate(system, costs, steps, num_gpus=num_gpus, train_gpus=train_gpus))
+
+
+def renting(
+    fixed: Result, system: System, costs: Costs, steps: Sequence[SimulatedStep], num_gpus: int, most_gpus: int
+) -> Result:
+    """The same from the same start, with workers that are rented and given back as steps need, up to `most_gpus`."""
+    most_workers = (most_gpus - fixed.train_gpus) // costs.gpus_a_worker
+    sizes = {"num_gpus": num_gpus, "train_gpus": fixed.train_gpus, "most_workers": most_workers}
+    return Result(f"{fixed.name}, renting", fixed.train_gpus, simulate(system, costs, steps, **sizes))
 
 
 def compare(

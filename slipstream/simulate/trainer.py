@@ -9,25 +9,40 @@ class SimulatedTrainer:
     def __init__(self, streams: bool, token_s: float) -> None:
         self.step = 1
         self.is_ending = False
-        self._streams, self.token_s = streams, token_s
+        self.token_s = token_s
+        self._streams = streams
         self._free_s = 0.0
+        self._taken = 0.0
+        """Tokens it was given for this step."""
         self._early: dict[int, float] = {}
-        """Tokens of groups that belong to steps to come."""
+        """By step to come: tokens of groups that were asked for then."""
 
     def take_in(self, step: int, num_tokens: float, now_s: float) -> None:
+        """A group that was asked for in `step` is done."""
         if not self._streams:
             return
         if step > self.step:
             self._early[step] = self._early.get(step, 0.0) + num_tokens
         else:
-            self._free_s = max(self._free_s, now_s) + num_tokens * self.token_s
+            self._train(num_tokens, now_s)
+            self._taken += num_tokens
 
     def end(self, num_tokens: float, now_s: float) -> float:
+        """All of the step's tokens are known: when will it be done?"""
         self.is_ending = True
-        if not self._streams:
-            self._free_s = max(self._free_s, now_s) + num_tokens * self.token_s
+        # A group may have been asked for in another step than it is trained in.
+        missing = max(0.0, num_tokens - self._taken)
+        self._train(missing, now_s)
+        if self._streams and missing:
+            self._early[self.step + 1] = self._early.get(self.step + 1, 0.0) - missing
+        self._taken = max(0.0, self._taken - num_tokens)
         return max(self._free_s, now_s)
 
     def go_on(self, now_s: float) -> None:
         self.step, self.is_ending = self.step + 1, False
-        self._free_s = max(self._free_s, now_s) + self._early.pop(self.step, 0.0) * self.token_s
+        early = max(0.0, self._early.pop(self.step, 0.0))
+        self._train(early, now_s)
+        self._taken += early
+
+    def _train(self, num_tokens: float, now_s: float) -> None:
+        self._free_s = max(self._free_s, now_s) + num_tokens * self.token_s

@@ -111,8 +111,8 @@ def measure(rows: int, group: int, past: int, length: int, device: torch.device)
         "length": length,
         "drafts_found": float(found_S[:-1].float().mean()),
         "search_us": median_us(lambda: drafter._find(state, width_S), device),
-        "draft_us": median_us(lambda: drafter.draft(state, room), device),
-        "learn_us": median_us(lambda: drafter.learn(state), device),
+        "draft_us": median_us(lambda: drafter.draft(state, room, num_rows=rows, depth=0), device),
+        "learn_us": median_us(lambda: drafter.learn_texts(state), device),
     }
 
 

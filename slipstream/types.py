@@ -85,7 +85,7 @@ class WeightVersion:
     digest: str
 
 
-ORIGIN_NAMES = {0: "sampled", 1: "sibling", 2: "history", 3: "own text"}
+ORIGIN_NAMES = {0: "sampled", 1: "sibling", 2: "history", 3: "own text", 4: "drafter"}
 """Where a token came from: 0 from the model alone, else from the draft of this source that was accepted."""
 
 

@@ -79,7 +79,7 @@ def test_kernels_give_out_what_the_plain_rules_do(seed: int, rule: Rule, device:
     for room in (0, 3, 11, 100):
         drafter, state = random_case(seed, rule, device)
         other = copy.deepcopy(state)
-        drafter.draft(state, torch.tensor(room, device=device))
+        drafter.draft(state, torch.tensor(room, device=device), num_rows=state.num_slots, depth=0)
         drafter.draft_plainly(other, torch.tensor(room, device=device))
         assert torch.equal(state["drafted"], other["drafted"]) and state["drafted"].sum() <= room
         given.append(int(state["drafted"].sum()))
@@ -99,7 +99,7 @@ def test_kernels_learn_what_the_plain_rules_do(seed: int, device: torch.device) 
             state["known"][slot] += count
             state.report[slot] = torch.tensor([count, min(tried, MAX_DRAFTS), *tokens, *tokens, *right])
     (kernel, one), (plain, other) = pairs
-    kernel.learn(one)
+    kernel.learn_texts(one)
     plain.learn_plainly(other)
     for name in ("window_S", "hits_S", "tries_S"):
         assert torch.equal(getattr(kernel, name), getattr(plain, name)), name

@@ -18,12 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from slipstream.draft import cpu_widths, match, widths
+from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.shelves import ALIGNMENT, MAX_MATCH, NO_TEXT, Shelving, Text, lay_out
 from slipstream.engine.sequences import StepPlan
 from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Strategy
+from slipstream.models.cached import KVPages, PackedRows
 from slipstream.rng import MASK32
 from slipstream.types import Request
 
@@ -73,8 +76,11 @@ class HistoryDrafter:
         longest_shelf: int | None = None,
         min_match: int = 2,
         rule: widths.Rule = "odds",
+        guesser: ModelGuesser | None = None,
     ) -> None:
+        """`guesser`: drafts where nothing matches, for strategies that ask it."""
         self.max_drafts = max_drafts
+        self.guesser = guesser
         self._past = past
         library_tokens -= library_tokens % ALIGNMENT
         self._longest_shelf = min(library_tokens, longest_shelf or library_tokens)
@@ -97,13 +103,18 @@ class HistoryDrafter:
         self.window_S = new(num_slots + 1, widths.START_WIDTH)
         self.hits_S, self.tries_S = (new(num_slots + 1, dtype=torch.float32) for _ in range(2))
 
-    def draft(self, state: StepState, room: Tensor) -> None:
+    def attach(self, target: PreTrainedModel, pages: KVPages) -> None:
+        if self.guesser is not None:
+            self.guesser.attach(target, pages)
+
+    def draft(self, state: StepState, room: Tensor, *, num_rows: int, depth: int) -> None:
         if self.library_B.device.type in KERNEL_DEVICES:
             from slipstream.draft import triton_widths  # a machine without a GPU may lack triton
 
             record = self.window_S, self.hits_S, self.tries_S
             width_S = triton_widths.earned_widths(state, self._rule, *record, self.max_drafts)
-            triton_widths.share_out(self._rule, self._find(state, width_S), *record, room, state["drafted"])
+            found_S = self._find_or_guess(state, width_S, num_rows, depth)
+            triton_widths.share_out(self._rule, found_S, *record, room, state["drafted"])
             return
         started = time.perf_counter()
         is_aimd = self._rule == "aimd"
@@ -112,7 +123,7 @@ class HistoryDrafter:
         width_S = torch.empty_like(self.window_S)
         live = state["live"].numpy()
         _CPU.earned_widths(is_aimd, live, known, computed, allotted, limit, *earned, self.max_drafts, width_S.numpy())
-        found_S = self._find(state, width_S)
+        found_S = self._find_or_guess(state, width_S, num_rows, depth)
         _CPU.share_out(is_aimd, found_S.numpy(), *earned, int(room), state["drafted"].numpy())
         self.spent_s += time.perf_counter() - started
 
@@ -125,6 +136,12 @@ class HistoryDrafter:
         width_S = torch.minimum(width_S, caps_SK[:, -1])
         found_S = self._find(state, width_S)
         state["drafted"].copy_(widths.share_out(found_S, caps_SK, room))
+
+    def _find_or_guess(self, state: StepState, width_S: Tensor, num_rows: int, depth: int) -> Tensor:
+        found_S = self._find(state, width_S)
+        if self.guesser is not None and depth:
+            found_S = self.guesser.guess(state, width_S, found_S, num_rows=num_rows, depth=depth)
+        return found_S
 
     def _find(self, state: StepState, width_S: Tensor) -> Tensor:
         """Write drafts and sources; how many were found, at most `width_S`."""
@@ -156,7 +173,12 @@ class HistoryDrafter:
         )
         return found_S
 
-    def learn(self, state: StepState) -> None:
+    def learn(self, state: StepState, rows: PackedRows) -> None:
+        if self.guesser is not None:
+            self.guesser.take_in(state, rows)
+        self.learn_texts(state)
+
+    def learn_texts(self, state: StepState) -> None:
         """Texts go on; rows that had drafts earn more or fewer."""
         if self.library_B.device.type in KERNEL_DEVICES:
             from slipstream.draft import triton_widths
@@ -174,7 +196,7 @@ class HistoryDrafter:
         self.spent_s += time.perf_counter() - started
 
     def learn_plainly(self, state: StepState) -> None:
-        """The plain twin of `learn`."""
+        """The plain twin of `learn_texts`."""
         width = self.max_drafts + 1
         count_S, tried_S = state.report[:, 0], state.report[:, 1]
         tokens_SJ, origins_SJ = state.report[:, 2 : 2 + width], state.report[:, 2 + 2 * width :]
@@ -190,9 +212,10 @@ class HistoryDrafter:
         widths.learn_widths(tried_S, right_S.int(), self.window_S, self.hits_S, self.tries_S, self.max_drafts)
 
     def tune(self, strategy: Strategy) -> None:
-        if strategy.min_match != self._min_match:
-            self._min_match = strategy.min_match
-            self.min_match.fill_(strategy.min_match)
+        min_match = strategy.min_match or MAX_MATCH + 1
+        if min_match != self._min_match:
+            self._min_match = min_match
+            self.min_match.fill_(min_match)
 
     def expect(self, requests: Sequence[Request]) -> None:
         first = requests[0]

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from slipstream.engine.sequences import StepPlan
 from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Strategy
+from slipstream.models.cached import KVPages, PackedRows
 from slipstream.types import Request
 
 
@@ -25,14 +27,18 @@ class Drafter(Protocol):
     spent_s: float
     """Seconds of drafting and learning so far, where a host's clock can tell: 0 on a GPU, which has them in a graph."""
 
-    def draft(self, state: StepState, room: Tensor) -> None:
+    def attach(self, target: PreTrainedModel, pages: KVPages) -> None:
+        """Once, to the engine that it drafts for."""
+
+    def draft(self, state: StepState, room: Tensor, *, num_rows: int, depth: int) -> None:
         """Write `drafted` for every slot, and for slots that decode `drafts` and their `sources` (from 1 on).
 
-        At most `room` drafts of all slots together, a number on the device, and none beyond what is `allotted`.
+        At most `room` drafts of all slots together, a number on the device, and none beyond what is `allotted`. At most
+        `num_rows` slots run. `depth`: how far a learned drafter goes ahead.
         """
 
-    def learn(self, state: StepState) -> None:
-        """Look at the report of the step that has just been committed."""
+    def learn(self, state: StepState, rows: PackedRows) -> None:
+        """Look at the report of the step that has just been committed, which ran these rows."""
 
     def tune(self, strategy: Strategy) -> None:
         """On the host, before the step is launched."""

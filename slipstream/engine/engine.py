@@ -122,6 +122,8 @@ class Engine:
         )
         assert (drafter is None) == (policy is None), "a drafter needs a policy, and a policy a drafter"
         self.drafter, self.policy = drafter, policy
+        if drafter is not None:
+            drafter.attach(model, self._pages)
         self._demand = Demand()
         self._last_done: torch.cuda.Event | float | None = None
         """When the step before the next one to be read was done, if nothing came between."""
@@ -279,7 +281,7 @@ class Engine:
             self.drafter.tune(strategy)
         if not plan.num_tokens:
             return
-        sizes = self._sizes(plan)
+        sizes = self._sizes(plan, strategy.depth if plan.num_drafts else 0)
 
         def body() -> None:
             run_step(self.model, self._pages, self._state, sizes, self.drafter)
@@ -293,7 +295,7 @@ class Engine:
         self._num_forwards += 1
         self._prefill_tokens += plan.num_tokens - plan.num_drafts - len(plan.samplers)
 
-    def _sizes(self, plan: StepPlan) -> StepSizes:
+    def _sizes(self, plan: StepPlan, depth: int) -> StepSizes:
         num_samples = len(plan.samplers) + plan.num_drafts
         if self.device.type == "cpu":
             return StepSizes(
@@ -302,6 +304,7 @@ class Engine:
                 num_samples=max(num_samples, self._min_rows),
                 with_drafts=plan.num_drafts > 0,
                 with_cuts=plan.with_cuts,
+                depth=depth,
             )
         num_tokens = padded(plan.num_tokens)
         return StepSizes(
@@ -310,6 +313,7 @@ class Engine:
             num_samples=min(num_tokens, padded(max(1, num_samples))),
             with_drafts=plan.num_drafts > 0,
             with_cuts=plan.with_cuts,
+            depth=depth,
         )
 
     def _tell_policy(self, launched: Launched, tokens: Sequence[Sequence[int]]) -> None:

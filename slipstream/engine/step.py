@@ -38,6 +38,8 @@ class StepSizes:
     """Whether the drafter is asked."""
     with_cuts: bool
     """Whether any slot has top-k, top-p or min-p."""
+    depth: int = 0
+    """How many tokens ahead a learned drafter goes, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,13 @@ def run_step(
 
         room_now, pack_now, commit_now = triton_step.room_for_drafts, triton_step.pack, triton_step.commit
     if drafter is not None and sizes.with_drafts:
-        drafter.draft(state, room_now(state, sizes))
+        drafter.draft(state, room_now(state, sizes), num_rows=sizes.num_rows, depth=sizes.depth)
     step = pack_now(state, sizes)
     logits_NV = row_logits(model, step.ids_T, pages, step.rows, step.sampled_at_N)
     tokens_N, logprobs_N = sample_rows(logits_NV, step.sampling, with_cuts=sizes.with_cuts)
     commit_now(state, step, tokens_N, logprobs_N)
     if drafter is not None:
-        drafter.learn(state)
+        drafter.learn(state, step.rows)
 
 
 def pack(state: StepState, sizes: StepSizes) -> PackedStep:
@@ -108,7 +110,7 @@ def pack(state: StepState, sizes: StepSizes) -> PackedStep:
         rows=rows,
         sample_start_R1=sample_start_R1,
         sampled_at_N=(sampled_at_N * real_N).long(),
-        sampling=_sampling_rows(state, slot_N, ((known_S[slot_N] + offset_N) * real_N).long()),
+        sampling=sampling_rows(state, slot_N, ((known_S[slot_N] + offset_N) * real_N).long()),
         num_drafts=state.max_drafts if sizes.with_drafts else 0,
     )
 
@@ -139,7 +141,8 @@ def _places(start_R1: Tensor, num: int) -> tuple[Tensor, Tensor]:
     return row_T, place_T - start_R1[row_T]
 
 
-def _sampling_rows(state: StepState, slot_N: Tensor, position_N: Tensor) -> SamplingRows:
+def sampling_rows(state: StepState, slot_N: Tensor, position_N: Tensor) -> SamplingRows:
+    """How the tokens at these positions of these slots are sampled."""
     seed_N2 = torch.stack([state["seed_low"][slot_N], state["seed_high"][slot_N]], 1).long() & MASK32
     return SamplingRows(
         seed_N2=seed_N2,

@@ -15,11 +15,17 @@ class Strategy:
     drafts_each: float
     """Drafts that a step may verify, a sequence on average; 0: none are made."""
     min_match: int = 2
-    """Tokens that must match before what followed them is a draft."""
+    """Tokens that must match before what followed them is a draft; 0: nothing is matched."""
+    depth: int = 0
+    """How many tokens a learned drafter goes ahead where nothing matched; 0: it is not asked."""
 
     def __str__(self) -> str:
-        """Short enough for a table: 4 drafts each where 2 or more tokens match."""
-        return f"{self.drafts_each:g} drafts, {self.min_match}+" if self.drafts_each else "off"
+        """Short enough for a table: 4 drafts each where 2 or more tokens match, or 3 of the model."""
+        if not self.drafts_each:
+            return "off"
+        ways = [f"{self.min_match}+"] if self.min_match else []
+        ways += [f"model {self.depth}"] if self.depth else []
+        return f"{self.drafts_each:g} drafts, {' or '.join(ways)}"
 
 
 OFF = Strategy(0.0)

@@ -132,7 +132,7 @@ def throughput_curve(metrics: Metrics) -> Figure | None:
     return _figure([_line("tokens/s", metrics["perf/throughput"], BLUE)], "tokens per second", legend=False)
 
 
-ORIGIN_COLOURS = {0: GREY, 1: AQUA, 2: BLUE, 3: YELLOW}
+ORIGIN_COLOURS = {0: GREY, 1: AQUA, 2: BLUE, 3: YELLOW, 4: VIOLET}
 
 
 def draft_shares(metrics: Metrics) -> Figure | None:

@@ -54,8 +54,9 @@ table.samples { table-layout: fixed; } .samples .facts { width: 170px; } .sample
 .pill { display: inline-block; font-size: 12px; font-weight: 600; padding: 1px 8px; border-radius: 9px;
   border: 1px solid var(--edge); color: var(--soft); }
 .best { color: var(--good); } .worst, .unscored { color: var(--bad); }
-.from1, .from2, .from3 { border-radius: 3px; padding: 0 1px; } .from1 { background: rgba(27,175,122,.28); }
+.from1, .from2, .from3, .from4 { border-radius: 3px; padding: 0 1px; } .from1 { background: rgba(27,175,122,.28); }
 .from2 { background: rgba(42,120,214,.28); } .from3 { background: rgba(237,161,0,.32); }
+.from4 { background: rgba(106,90,205,.28); }
 .xtick text, .ytick text, .legendtext, .xtitle, .ytitle { fill: var(--soft) !important; }
 @media (max-width: 700px) { main { padding: 18px 12px 40px; } dl { grid-template-columns: 1fr; }
   dd { margin-bottom: 6px; }

@@ -79,8 +79,10 @@ def renting(
 ) -> Result:
     """The same from the same start, with workers that are rented and given back as steps need, up to `most_gpus`."""
     most_workers = (most_gpus - fixed.train_gpus) // costs.gpus_a_worker
-    sizes = {"num_gpus": num_gpus, "train_gpus": fixed.train_gpus, "most_workers": most_workers}
-    return Result(f"{fixed.name}, renting", fixed.train_gpus, simulate(system, costs, steps, **sizes))
+    outcome = simulate(
+        system, costs, steps, num_gpus=num_gpus, train_gpus=fixed.train_gpus, most_workers=most_workers
+    )
+    return Result(f"{fixed.name}, renting", fixed.train_gpus, outcome)
 
 
 def compare(

@@ -22,7 +22,7 @@ PUBLISHED: dict[str, System] = {
     "colocated": System(Rules("round robin"), colocated=True),
     "one step behind": System(Rules("round robin", staleness=1, mixes_steps=False)),
     "partial rollouts": System(Rules("round robin", "carry", staleness=2, mixes_steps=False)),
-    "over-sampling": System(Rules("round robin", "oversample", staleness=1)),
+    "over-sampling": System(Rules("round robin", "oversample", staleness=2)),
     "StreamRL, in step": System(Rules("skewness split"), streams=True, foresees=True),
     "StreamRL": System(Rules("skewness split", staleness=1, mixes_steps=False), streams=True, foresees=True),
     "RhymeRL": System(Rules("two tiers", "move", staleness=1, mixes_steps=False), drafts=RHYME_DRAFTS),

@@ -1,0 +1,166 @@
+"""Drafts of a learned model change no bit, whatever it says; in the step and in training it computes the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_draft_history import MAX_LENGTH, NUM_SLOTS, drafter_with, generate, groups, tiny
+from torch import Tensor
+
+from slipstream.draft.eagle import DraftModel, Features, draft_config, feature_layers
+from slipstream.draft.learned import ModelGuesser
+from slipstream.draft.lesson import Lesson, lesson_loss
+from slipstream.engine.engine import Engine
+from slipstream.engine.sampling import SamplingRows, sample_plainly
+from slipstream.engine.state import StepState
+from slipstream.engine.strategy import Always, Strategy
+from slipstream.models.attention import attend_causally
+from slipstream.models.loading import load_model
+from slipstream.models.packed import document_hidden
+from slipstream.types import Request, Rollout, SamplingParams
+
+DEPTH = 4
+SEED = 7
+CPU = torch.device("cpu")
+
+
+def sharp(seed: int) -> DraftModel:
+    """Untrained, but with opinions."""
+    model = DraftModel(draft_config(tiny().config), seed)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(4.0)
+    return model
+
+
+def guessing(strategy: Strategy, **engine_changes: int) -> tuple[ModelGuesser, Engine]:
+    drafter = drafter_with([], rule="aimd")
+    drafter.guesser = ModelGuesser(num_slots=NUM_SLOTS)
+    sizes = {"max_sequences": NUM_SLOTS, "max_length": MAX_LENGTH} | engine_changes
+    return drafter.guesser, Engine(tiny(), drafter=drafter, policy=Always(strategy), **sizes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_tokens": 256}, {"steps_ahead": 2}])
+@pytest.mark.parametrize("strategy", [Strategy(4.0, 0, DEPTH), Strategy(2.0, 2, 3)])
+def test_a_poor_drafter_changes_no_bit(strategy: Strategy, changes: dict[str, int]) -> None:
+    plain, _ = generate(groups())
+    _, engine = guessing(strategy, **changes)
+    for group in groups():
+        engine.submit(group)
+    drafted: dict[str, Rollout] = {}
+    while engine.has_work:
+        drafted |= {rollout.request.uid: rollout for rollout in engine.step()}
+    assert drafted == plain
+    origins = {origin for rollout in drafted.values() for origin in rollout.origins}
+    assert 4 in origins and (strategy.min_match > 0) == bool(origins & {1, 3}), "some guesses are right by chance"
+
+
+def target() -> Any:
+    """A copy of the engine's model that is not fused."""
+    model = load_model("tiny", dtype=torch.float32, device=CPU)
+    model.load_state_dict(tiny().state_dict())
+    return model.requires_grad_(False)
+
+
+def plain_chain(model: Any, draft: DraftModel, ids: Tensor) -> list[int]:
+    """What is drafted after `ids`, as the words of `eagle.py` have it: everything computed anew, one text."""
+    features = Features(model)
+    document_hidden(model, ids, [len(ids)])
+    embed, last = model.get_input_embeddings(), len(ids) - 1
+    hidden = draft.fc(features.take()[:last])
+    query, keys, values = draft.begin(embed(ids[1:]), hidden, torch.arange(last))
+    hidden = draft.finish(hidden, attend_causally(query, keys, values, draft.form))[-1:]
+    tokens = []
+    for place in range(DEPTH):
+        one = torch.ones(1)
+        rows = SamplingRows(
+            seed_N2=torch.tensor([[SEED, 0]]),
+            position_N=torch.tensor([len(ids) + place]),
+            inverse_temperature_N=one,
+            greedy_N=one < 0,
+            top_k_N=torch.zeros(1, dtype=torch.long),
+            top_p_N=one,
+            min_p_N=torch.zeros(1),
+        )
+        logits = model.get_output_embeddings()(draft.head_input(hidden)).float()
+        token, _ = sample_plainly(logits, rows, torch.full((1,), -torch.inf))
+        tokens.append(int(token))
+        query, key, value = draft.begin(embed(token), hidden, torch.tensor([last + place]))
+        keys, values = torch.cat([keys, key]), torch.cat([values, value])
+        hidden = draft.finish(hidden, attend_causally(query, keys, values, draft.form))
+    return tokens
+
+
+@torch.inference_mode()
+def test_what_it_drafts_in_the_step_is_what_it_drafts_by_hand() -> None:
+    draft, model = sharp(3), target()
+    guesser, engine = guessing(Strategy(4.0, 0, DEPTH))
+    guesser.write(draft.state_dict().items())
+    text = tuple(range(40, 60))
+    request = Request("a", "a", (5, 6, 7), SEED, SamplingParams(max_new_tokens=len(text)), script_ids=text)
+    engine.submit([request])
+    seen: dict[int, list[int]] = {}
+    guess = guesser.guess
+
+    def watched(state: StepState, width_S: Tensor, found_S: Tensor, *, num_rows: int, depth: int) -> Tensor:
+        found = guess(state, width_S, found_S, num_rows=num_rows, depth=depth)
+        if found[0]:
+            seen[int(state["known"][0])] = state["drafts"][0, :DEPTH].tolist()
+        return found
+
+    guesser.guess = watched  # type: ignore[method-assign]
+    while engine.has_work:
+        engine.step()
+    assert len(seen) > 10
+    ids = torch.tensor([*request.prompt_ids, *text])
+    assert seen == {known: plain_chain(model, draft, ids[:known]) for known in seen}
+
+
+def lesson_of(model: Any, texts: list[list[int]], num_prompt: int) -> Lesson:
+    features, ids = Features(model), torch.tensor([token for text in texts for token in text])
+    lengths = tuple(map(len, texts))
+    with torch.no_grad():
+        last = document_hidden(model, ids, lengths)
+    return Lesson(ids, features.take(), last, lengths, (num_prompt,) * len(texts))
+
+
+def test_texts_packed_together_teach_what_each_teaches_alone() -> None:
+    """Documents do not see one another, at any pass; and the loss of the passes is that of the chain."""
+    model, draft = target(), sharp(5)
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    texts = [[5, 6, 7, *range(40, 52)], [5, 6, 8, *range(60, 72)]]
+
+    def loss(which: list[list[int]], passes: int) -> float:
+        return lesson_loss(draft, embed, head, lesson_of(model, which, 3), passes=passes)[0].item()
+
+    for passes in (1, 2, 4):
+        alone = [loss([text], passes) for text in texts]
+        assert loss(texts, passes) == pytest.approx(sum(alone) / 2, rel=1e-5)
+    changed = [texts[0], [9] * len(texts[1])]
+    _, hits = lesson_loss(draft, embed, head, lesson_of(model, changed, 3), passes=4)
+    assert len(hits) == 4 and loss(changed, 4) != pytest.approx(loss(texts, 4), rel=1e-3)
+
+
+def test_a_lesson_teaches() -> None:
+    """A text that repeats itself can be foretold at every pass."""
+    model, draft = target(), DraftModel(draft_config(tiny().config))
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    lesson = lesson_of(model, [[5, 6, 7, *[40, 41, 42] * 6]] * 2, 3)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(60):
+        loss, hits = lesson_loss(draft, embed, head, lesson, passes=3)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1.0 and min(hits) > 0.8
+    with pytest.raises(AssertionError, match="given gradients"):
+        lesson_loss(draft, embed, head.requires_grad_(True), lesson, passes=1)
+
+
+def test_features_are_taken_where_other_engines_take_them() -> None:
+    assert feature_layers(30) == (2, 15, 27) and feature_layers(28) == (2, 14, 25)
+    assert feature_layers(3) == (1, 2, 3) and feature_layers(1) == (0, 0, 1)

@@ -55,20 +55,27 @@ PURE = {
         f"slipstream.schedule.{name}"
         for name in (
             "allocation",
+            "coordinator",
             "dispatch",
             "events",
             "fleet",
             "lengths",
+            "members",
             "order",
             "ranker",
+            "rules",
             "scheduler",
             "speeds",
+            "steps",
             "tiers",
         )
     ],
     "simulate": [
         f"slipstream.simulate.{name}"
-        for name in (*("against", "costs", "planning", "show", "study"), *("systems", "worker", "workloads", "world"))
+        for name in (
+            *("against", "costs", "outcome", "pace", "planning", "show", "study"),
+            *("system", "systems", "trainer", "worker", "workloads", "world"),
+        )
     ],
     "engine": [
         "slipstream.engine.pages",

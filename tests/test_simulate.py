@@ -136,6 +136,17 @@ def test_workers_come_and_go_until_generation_keeps_up_with_training(train_gpu_s
         assert elastic.step_s < 1.05 * fixed.step_s and elastic.idle_share < fixed.idle_share - 0.1
 
 
+def test_forecasts_get_better_once_prompts_have_come_up_before() -> None:
+    work = LongTail(400, 10_000, 0.8, 0.2).draw(num_prompts=64, prompts_per_step=64, samples=4, steps=6, seed=0)
+    costs = Costs(SEEN, slots=64, gpus_a_worker=1, train_gpu_s=0.001)
+    outcome = simulate(SYSTEMS["apart"], costs, work, num_gpus=4, train_gpus=2)
+    assert outcome.forecasts[0]["length_forecast/recall_top20"] < 0.5
+    metrics = outcome.forecast_metrics()
+    assert metrics["length_forecast/recall_top20"] > 0.7 and metrics["length_forecast/calibration_error"] < 0.2
+    known = simulate(System(PLAIN, foresees=True), costs, work, num_gpus=4, train_gpus=2)
+    assert known.forecast_metrics() == {}
+
+
 def test_steps_that_come_in_turns_are_counted_in_whole_turns() -> None:
     """One step behind, two at a time: a long wait and a short one. Any number of steps must tell the same time."""
     work = PRESETS["20k"].draw(num_prompts=64, prompts_per_step=32, samples=4, steps=13, seed=0)

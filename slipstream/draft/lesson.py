@@ -48,7 +48,7 @@ def lesson_loss(
     most_positions: int = 512,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, list[float]]:
-    """The loss, and for each pass how often the likeliest token is the target's. Embedding and head are the target's."""
+    """The loss, and for each pass how often the likeliest token is the target's, whose embedding and head these are."""
     shared = (*embed.parameters(), *head.parameters())
     assert not any(parameter.requires_grad for parameter in shared), "the target would be given gradients"
     device = lesson.ids_T.device

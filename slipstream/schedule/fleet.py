@@ -29,7 +29,7 @@ from slipstream.schedule.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from slipstream.schedule.lengths import LengthForecaster
+from slipstream.schedule.lengths import LengthForecaster, forecast_metrics
 from slipstream.schedule.members import FleetRollout, FleetWorker
 from slipstream.schedule.rules import PLACEMENTS, Rules
 from slipstream.schedule.speeds import SpeedCurve
@@ -52,6 +52,8 @@ class Fleet:
         """`forecast`: instead of one that learns from what ends, to see what foresight would be worth."""
         self.rules = rules
         self._forecaster = LengthForecaster()
+        self.forecast_metrics: dict[int, dict[str, float]] = {}
+        """Of each step that was closed: how good its forecasts were."""
         self._forecast = forecast
         self._steps = Steps(rules)
         self._workers: dict[str, FleetWorker] = {}
@@ -157,6 +159,10 @@ class Fleet:
             for rollout in done:
                 lengths.setdefault(rollout.prompt, []).append(float(rollout.num_tokens))
                 del self._rollouts[rollout.uid]
+            self.forecast_metrics[step] = forecast_metrics(
+                {rollout.uid: rollout.forecast for rollout in done},
+                {rollout.uid: float(rollout.num_tokens) for rollout in done},
+            )
             self._forecaster.learn_step(lengths)
             actions.append(CloseStep(step, tuple(rollout.uid for rollout in done)))
             if leaves_some and not self.rules.mixes_steps:  # what was carried is of the next step now, for which others

@@ -32,6 +32,8 @@ class Outcome:
     num_moved: int
     """Rollouts taken from one worker and given to another, or begun again."""
     num_events: int
+    forecasts: list[dict[str, float]]
+    """Of each step: how good the forecasts of lengths were."""
     decoding: list[tuple[float, int]]
     """(time, GPUs of workers with something to decode from then on)."""
 
@@ -52,6 +54,12 @@ class Outcome:
         """GPU-time for which workers were lent, in the same steps."""
         first, last, _ = self._steady()
         return (last.lent_gpu_s - first.lent_gpu_s) / (last.had_gpu_s - first.had_gpu_s)
+
+    def forecast_metrics(self) -> dict[str, float]:
+        """On average, once pipelines are full; none if lengths were known."""
+        steady = self.forecasts[FILLING:]
+        names = steady[0] if steady else ()
+        return {name: sum(one[name] for one in steady) / len(steady) for name in names}
 
     def decoding_over(self, num_points: int) -> dict[float, float]:
         """{seconds since pipelines were full: GPUs that decode}, until there was no next step to sample."""

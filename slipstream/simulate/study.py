@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from slipstream.simulate.outcome import Outcome, least_steps
 from slipstream.simulate.system import Costs, System
@@ -34,7 +35,7 @@ class Result:
     def step_s(self) -> float:
         return self.outcome.step_s
 
-    def as_dict(self) -> dict[str, float | int | str]:
+    def as_dict(self) -> dict[str, Any]:
         return {
             "system": self.name,
             "step_s": self.step_s,
@@ -43,6 +44,7 @@ class Result:
             "lent_share": self.outcome.lent_share,
             "moved": self.outcome.num_moved,
             "workers": self.outcome.steps[-1].num_workers,
+            **self.outcome.forecast_metrics(),
         }
 
 
@@ -79,9 +81,7 @@ def renting(
 ) -> Result:
     """The same from the same start, with workers that are rented and given back as steps need, up to `most_gpus`."""
     most_workers = (most_gpus - fixed.train_gpus) // costs.gpus_a_worker
-    outcome = simulate(
-        system, costs, steps, num_gpus=num_gpus, train_gpus=fixed.train_gpus, most_workers=most_workers
-    )
+    outcome = simulate(system, costs, steps, num_gpus=num_gpus, train_gpus=fixed.train_gpus, most_workers=most_workers)
     return Result(f"{fixed.name}, renting", fixed.train_gpus, outcome)
 
 

@@ -135,6 +135,7 @@ class World:
             staleness=self._system.rules.staleness,
             num_moved=self._num_moved,
             num_events=self._num_events,
+            forecasts=[] if self._system.foresees else list(self.fleet.forecast_metrics.values()),
             decoding=self._decoding,
         )
 

@@ -1,0 +1,134 @@
+"""Which workers train the drafter while they have nothing to sample. A pure state machine.
+
+A worker is BUSY while it samples, IDLE once the fleet lends it, and TRAINING in a session. A session begins when enough
+workers are idle and there is enough to learn from; who becomes idle later joins at the next round, which is when
+members average what they have learned. Whoever is recalled or dies leaves at once, without waiting for the others. One
+member leads: it publishes the drafter after every round. If it leaves, the next in line leads on; with the last member
+the session ends, and what was published stays.
+
+Invariants, asserted by `tests/test_schedule_coordinator.py`: a worker never trains while it samples; a recalled worker
+is told to stop in the very answer to its recall; a session has exactly one leader, who is a member; there is at most
+one session; workers that stay idle long enough are taken in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slipstream.schedule.events import Lend, Recall, WorkerLeft
+
+
+@dataclass(frozen=True, slots=True)
+class LessonsAdded:
+    """So many rollouts more can be learned from."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDone:
+    """All members of the session have trained for a round and averaged their weights."""
+
+    session: int
+
+
+CoordinatorEvent = Lend | Recall | WorkerLeft | LessonsAdded | RoundDone
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRound:
+    """These workers train together; the leader holds the optimizer's state, and gives it to who is new."""
+
+    session: int
+    leader: str
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopTraining:
+    """Now, in the middle of whatever it does."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """The leader gives the drafter to all workers."""
+
+    session: int
+    leader: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    session: int
+
+
+CoordinatorAction = TrainRound | StopTraining | Publish | EndSession
+
+
+@dataclass(slots=True)
+class Coordinator:
+    least_idle: int = 1
+    """Idle workers from which on a session begins."""
+    least_lessons: int = 1
+    """Rollouts not yet learned from, from which on a session or another round begins."""
+    _idle: dict[str, None] = field(default_factory=dict)
+    """In the order in which they became so."""
+    _members: dict[str, None] = field(default_factory=dict)
+    """The first of them leads."""
+    _session: int = 0
+    _num_lessons: int = 0
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        return tuple(self._members)
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        return tuple(self._idle)
+
+    def on_event(self, event: CoordinatorEvent) -> list[CoordinatorAction]:
+        match event:
+            case Lend():
+                assert event.worker not in self._members, f"{event.worker} trains, and cannot be idle too"
+                self._idle[event.worker] = None
+                return self._begin()
+            case Recall() | WorkerLeft():
+                return self._leave(event.worker, is_here=isinstance(event, Recall))
+            case LessonsAdded():
+                self._num_lessons += event.count
+                return self._begin()
+            case RoundDone():
+                return self._go_on(event.session)
+
+    def _begin(self) -> list[CoordinatorAction]:
+        if self._members or len(self._idle) < self.least_idle or self._num_lessons < self.least_lessons:
+            return []
+        self._session += 1
+        return [self._round()]
+
+    def _round(self) -> TrainRound:
+        """With everybody who is idle by now."""
+        self._members |= self._idle
+        self._idle.clear()
+        self._num_lessons = 0
+        return TrainRound(self._session, next(iter(self._members)), tuple(self._members))
+
+    def _go_on(self, session: int) -> list[CoordinatorAction]:
+        if session != self._session or not self._members:
+            return []  # of a session that has ended meanwhile
+        actions: list[CoordinatorAction] = [Publish(session, next(iter(self._members)))]
+        if self._num_lessons >= self.least_lessons:
+            return [*actions, self._round()]
+        self._idle = self._members | self._idle
+        self._members = {}
+        return [*actions, EndSession(session)]
+
+    def _leave(self, worker: str, *, is_here: bool) -> list[CoordinatorAction]:
+        self._idle.pop(worker, None)
+        if worker not in self._members:
+            return []
+        del self._members[worker]
+        actions: list[CoordinatorAction] = [StopTraining(worker)] if is_here else []
+        return actions if self._members else [*actions, EndSession(self._session)]

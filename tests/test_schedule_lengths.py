@@ -9,7 +9,7 @@ import statistics
 import numpy as np
 import pytest
 
-from slipstream.schedule.lengths import BEYOND, LengthForecaster, tail_recall
+from slipstream.schedule.lengths import BEYOND, LengthForecaster, calibration, forecast_metrics, tail_recall
 from slipstream.schedule.ranker import LengthRanker, token_features
 
 
@@ -62,6 +62,49 @@ def test_recall_by_hand() -> None:
     assert tail_recall(actual, actual, 0.2) == 1.0
     assert tail_recall({uid: -length for uid, length in actual.items()}, actual, 0.2) == 0.0
     assert tail_recall(actual | {"19": 0.0}, actual, 0.1) == 0.5
+
+
+def test_of_those_cut_at_the_limit_any_will_do() -> None:
+    actual = {str(number): 256.0 if number < 8 else float(number) for number in range(20)}
+    told_apart = {uid: length + (int(uid) if int(uid) < 8 else 0) for uid, length in actual.items()}
+    assert tail_recall(told_apart, actual, 0.2) == 1.0, "the last four of eight that are equally long"
+    assert tail_recall(told_apart | {"7": 1.0, "6": 1.0, "5": 1.0, "4": 1.0, "3": 1.0}, actual, 0.2) == 0.75
+
+
+def test_calibration_by_hand() -> None:
+    """Ten rollouts forecast as 1 to 10: the shorter half came out twice as long, the longer half by a half."""
+    forecast = {str(number): float(number) for number in range(1, 11)}
+    actual = {uid: length * (2.0 if length <= 5 else 0.5) for uid, length in forecast.items()}
+    halves = calibration(forecast, actual, bins=2)
+    assert halves.ratios == (2.0, 0.5) and halves.error == pytest.approx(math.log(2))
+    assert calibration(forecast, actual, bins=1).ratios == ((30 + 20) / 55,)
+    assert len(calibration(forecast, actual, bins=99).ratios) == 10, "never more groups than rollouts"
+    assert [round(ratio, 9) for ratio in calibration(forecast, forecast, bins=3).ratios] == [1, 1, 1]
+    assert calibration(forecast, forecast).error == 0
+
+
+def test_calibration_asks_of_means_what_single_rollouts_scatter_around() -> None:
+    dice = random.Random(0)
+    forecast = {str(number): dice.lognormvariate(6, 1) for number in range(20_000)}
+    actual = {uid: mean * dice.choice((0.2, 1.8)) for uid, mean in forecast.items()}
+    assert calibration(forecast, actual).error < 0.05 < calibration(forecast, forecast | {"0": 1e8}).error
+
+
+def test_metrics_of_forecasts() -> None:
+    actual = {str(number): float(number) for number in range(1, 21)}
+    found = forecast_metrics({uid: length / 2 for uid, length in actual.items()}, actual)
+    assert found == {
+        "length_forecast/recall_top20": 1.0,
+        "length_forecast/recall_top10": 1.0,
+        "length_forecast/recall_top5": 1.0,
+        "length_forecast/actual_ratio": 2.0,
+        "length_forecast/calibration_error": pytest.approx(math.log(2)),
+    }
+    assert (
+        forecast_metrics({uid: -length + 30 for uid, length in actual.items()}, actual)["length_forecast/recall_top20"]
+        == 0
+    )
+    assert forecast_metrics({}, {}) == {}
 
 
 def test_where_prompts_keep_their_ranks_the_tail_is_found() -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from slipstream.schedule.ranker import Features, LengthRanker
 
@@ -25,6 +27,8 @@ SIBLING_WEIGHT = 2.0
 """Of one of the very policy: it counts as much as two of the visit before."""
 BEYOND = 1.3
 """Times what was sampled already, where nothing known is longer."""
+SHARES = (0.2, 0.1, 0.05)
+"""Shares of the longest rollouts whose recall is told."""
 
 
 class LengthForecaster:
@@ -85,11 +89,48 @@ def _mean(weighted: Iterable[tuple[float, float]]) -> float:
     return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
 
 
+# How good forecasts were: of the order, of the lengths themselves.
+
+
 def tail_recall(forecast: Mapping[str, float], actual: Mapping[str, float], share: float) -> float:
-    """Of the rollouts that were the longest `share`, those that were forecast to be among as many."""
+    """Of the rollouts that were the longest `share`, those that were forecast to be among as many. Where several are
+    just as long as the shortest of them (many are cut at the limit) any of these will do."""
     num_tail = max(1, round(share * len(actual)))
+    least = sorted(actual.values())[-num_tail]
+    foreseen = sorted(actual, key=lambda uid: (-forecast[uid], uid))[:num_tail]
+    return sum(actual[uid] >= least for uid in foreseen) / num_tail
 
-    def tail(lengths: Mapping[str, float]) -> set[str]:
-        return set(sorted(actual, key=lambda uid: (-lengths[uid], uid))[:num_tail])
 
-    return len(tail(forecast) & tail(actual)) / num_tail
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    ratios: tuple[float, ...]
+    """Mean actual length / mean forecast of each group of rollouts, those with the shortest forecasts first."""
+
+    @property
+    def error(self) -> float:
+        """How far the logarithms of the ratios are from 0, on average: 0.1 is a group about 10 % longer or shorter."""
+        return statistics.fmean(abs(math.log(ratio)) for ratio in self.ratios)
+
+
+def calibration(forecast: Mapping[str, float], actual: Mapping[str, float], bins: int = 10) -> Calibration:
+    """Of `bins` groups of rollouts, equally large up to one, in order of their forecasts."""
+    order = sorted(actual, key=lambda uid: (forecast[uid], uid))
+    bins = min(bins, len(order))
+    bounds = [len(order) * number // bins for number in range(bins + 1)]
+    groups = [order[start:end] for start, end in pairwise(bounds)]
+    return Calibration(tuple(_ratio(forecast, actual, group) for group in groups))
+
+
+def forecast_metrics(forecast: Mapping[str, float], actual: Mapping[str, float]) -> dict[str, float]:
+    """Of the rollouts of a step, by the names of `observe/metrics.py`; none where there was no rollout."""
+    if not actual:
+        return {}
+    return {
+        **{f"length_forecast/recall_top{round(100 * share)}": tail_recall(forecast, actual, share) for share in SHARES},
+        "length_forecast/actual_ratio": _ratio(forecast, actual, actual),
+        "length_forecast/calibration_error": calibration(forecast, actual).error,
+    }
+
+
+def _ratio(forecast: Mapping[str, float], actual: Mapping[str, float], uids: Collection[str]) -> float:
+    return math.fsum(actual[uid] for uid in uids) / math.fsum(forecast[uid] for uid in uids)

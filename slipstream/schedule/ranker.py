@@ -34,6 +34,9 @@ class LengthRanker:
         self._with_length: Features | None = None
         self._length_sum = 0.0
         self._solved: tuple[Features, Features, float] | None = None
+        self._level = 0.0
+        """Added to all logarithms, so that the newest step's forecasts add up to its lengths: what older steps said of
+        differences between prompts holds longer than what they said of lengths."""
 
     @property
     def has_learned(self) -> bool:
@@ -56,12 +59,15 @@ class LengthRanker:
         self._feature_sums = FADING * self._feature_sums + rows.sum(0)
         self._products = FADING * self._products + rows.T @ rows
         self._with_length = FADING * self._with_length + rows.T @ logs
-        self._solved = None
+        self._solved, self._level = None, 0.0
+        actual = sum(sum(lengths[prompt]) / len(lengths[prompt]) for prompt in known)
+        self._level = math.log(actual / sum(self.forecast(row) for row in rows))
 
     def forecast(self, features: Features) -> float:
         """Tokens of a typical rollout; ask `has_learned` first."""
         weights, centre, mean = self._solve()
-        return math.exp(min(20.0, mean + float((np.asarray(features, np.float64) - centre) @ weights)))
+        difference = float((np.asarray(features, np.float64) - centre) @ weights)
+        return math.exp(min(20.0, mean + self._level + difference))
 
     def _solve(self) -> tuple[Features, Features, float]:
         if self._solved is None:

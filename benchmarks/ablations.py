@@ -142,7 +142,7 @@ def tails() -> list[dict[str, Any]]:
 
 
 def late_drafts() -> list[dict[str, Any]]:
-    """If drafts are worth less in the second half of a long rollout than was measured on average."""
+    """If drafts are worth less beyond the median length than was measured on average."""
     steps = draw(PRESETS["20k"], 128, 8)
     costs = costs_of(7, GPUS["h100"], steps)
     rows = []
@@ -193,7 +193,10 @@ def main() -> None:
     record: dict[str, Any] = {"what": "benchmarks/ablations.py", "tlt_drafts": TLT_DRAFTS, "our_drafts": OUR_DRAFTS}
     if arguments.out.exists():
         record = json.loads(arguments.out.read_text()) | record
-    for name in arguments.parts.split(","):
+    parts = arguments.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"unknown part {unknown.pop()}; known: {', '.join(PARTS)}")
+    for name in parts:
         record[name] = PARTS[name]()
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -2,7 +2,7 @@
 
     python benchmarks/length_recall.py TRACE --model smollm2 --fine-tune smollm2 --out FILE
 
-TRACE is a folder with a recorded run: rollouts.jsonl.gz (ep, p, t) and prompts.jsonl.gz (p, ids). Compared are the
+TRACE is a folder with *grpo.rollouts.jsonl.gz (ep, p, t) and *grpo.prompts.jsonl.gz (p, ids) of a run. Compared are the
 prompt's past, the lengths of its first two samples, both, forecasts for prompts never seen, the same forecast for all,
 and a bound (the mean that a prompt's samples turn out to have, which nobody knows before). Prompts never seen are
 forecast by a regression on token ids, or on the mean hidden states of the model told with --model, and by the tuned

@@ -215,8 +215,6 @@ def plan(
     from slipstream.simulate.planning import Need, lengths_from
     from slipstream.simulate.show import show_plan
 
-    if target is not None and target <= 0:
-        raise ValueError(f"--target {target:g}: rollouts a second are above 0")
     need = Need(size, lengths_from(median, limit), prompts, samples, training, target)
     show_plan(offers=gpus, need=need, as_json=as_json)
 

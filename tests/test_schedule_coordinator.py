@@ -34,6 +34,8 @@ def test_a_session_from_beginning_to_end() -> None:
     assert coordinator.on_event(WorkerLeft("b")) == []
     assert coordinator.on_event(Recall("c")) == [StopTraining("c"), EndSession(2)]
     assert coordinator.on_event(RoundDone(2)) == [], "nobody is left to publish it"
+    assert coordinator.on_event(Lend("d")) == [], "one is too few"
+    assert coordinator.on_event(Lend("c")) == [TrainRound(3, "d", ("d", "c"))], "what was not learned is still there"
 
 
 class Watched:

@@ -85,6 +85,7 @@ class Watched(World):
                 if action.num_tokens == 0:
                     self.begun_with[action.rollout] = self.version
                 assert action.worker not in self.lent, "it is recalled first"
+                assert self.version >= 0, "there are weights to sample with"
             case TakeBack():
                 assert self.sampled_at.get(action.rollout) == action.worker
             case Lend():
@@ -266,8 +267,18 @@ def test_only_what_outgrew_its_forecast_goes_on_in_the_next_step() -> None:
     for place in range(18):
         assert fleet.on_event(RolloutEnded(f"1/{place}", 5), 1.0) == []
     assert fleet.on_event(Outgrew("1/18"), 2.0) == [], "the other one may still end as forecast"
+    assert fleet.on_event(Outgrew("1/3"), 2.0) == [], "that one has ended"
     (closed,) = fleet.on_event(Outgrew("1/19"), 2.0)
     assert isinstance(closed, CloseStep) and len(closed.rollouts) == 18
+    assert fleet.on_event(Outgrew("1/4"), 3.0) == [], "its step is closed"
+
+
+def test_nothing_is_sampled_before_there_are_weights() -> None:
+    for rule in (Rules(staleness=1), Rules(tail="oversample", staleness=1)):
+        fleet = Fleet(rule)
+        fleet.on_event(WorkerJoined("a", 4, POINTS), 0.0)
+        assert fleet.on_event(asked(5.0, 5.0, 5.0, 5.0, 5.0), 0.0) == []
+        assert len(fleet.on_event(WeightsLive(0), 1.0)) == 4
 
 
 def test_a_worker_without_work_is_lent_and_recalled_before_it_gets_some() -> None:

@@ -93,6 +93,16 @@ def test_a_rollout_that_outgrows_its_forecast_is_told_of_at_that_very_token() ->
         ended = worker.advance(next_s)
         times.append((next_s, [uid for _, uid in ended], worker.take_passed()))
     assert times == [(1, [], ["b"]), (3, ["b"], []), (6, [], ["a"]), (10, ["a"], [])]
+    worker.submit("x", 50.0)
+    worker.submit("a", 20.0, 10.0)
+    worker.advance(12.0)
+    worker.withdraw("a")
+    worker.advance(18.0)
+    worker.submit("a", 18.0, 8.0)
+    worker.advance(21.0)
+    assert worker.take_passed() == [], "the mark of its first stay says nothing of its second"
+    worker.advance(26.0)
+    assert worker.take_passed() == ["a"]
 
 
 def test_rollouts_speed_up_where_drafts_are_right_more_often() -> None:
@@ -119,6 +129,8 @@ def test_workers_that_wait_are_lent_for_as_long_as_they_wait() -> None:
     for lends in (True, False):
         times = simulate(System(Rules("round robin", lends_idle=lends)), costs, work, num_gpus=2, train_gpus=1)
         assert times.lent_share == pytest.approx(7 / 34 if lends else 0.0)
+    shared = simulate(System(Rules("round robin", lends_idle=True), colocated=True), costs, work, num_gpus=2)
+    assert shared.lent_share == shared.idle_share == pytest.approx(3 / 13.5), "while they train they are not idle"
 
 
 @pytest.mark.parametrize(("train_gpu_s", "num_workers"), [(0.005, 8), (0.02, 2)])

@@ -159,6 +159,17 @@ def test_simulate_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Idle GPU-time by number of GPUs" in page.read_text()
 
 
+def test_lengths_that_grow_and_workers_that_are_rented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, record = tmp_path / "simulated.html", tmp_path / "simulated.json"
+    more = ["--growth", "1.1", "--rent", "8", "--html", str(page), "--json", str(record)]
+    assert run("simulate", *SMALL, "--systems", "colocated; Slipstream", *more) == 0
+    found = json.loads(record.read_text())
+    assert [one["system"] for one in found["results"]] == ["colocated", "Slipstream", "Slipstream, renting"]
+    fixed, renting = found["results"][1:]
+    assert renting["step_s"] <= 1.01 * fixed["step_s"] and "length_forecast/recall_top20" in fixed
+    assert "speed-up over colocated" in capsys.readouterr().out and "In numbers" in page.read_text()
+
+
 def test_a_measured_curve_takes_the_place_of_data_sheets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"shape": "mine", "batch": batch, "step_ms": 5.0 + batch} for batch in (1, 64)]
     curve = tmp_path / "engine.json"

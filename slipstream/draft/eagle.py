@@ -130,7 +130,7 @@ class Features:
             module = base.layers[number - 1] if number else base.embed_tokens
 
             def catch(_: Any, __: Any, out: Any, place: int = place) -> None:
-                self._caught[place] = (out[0] if isinstance(out, tuple) else out)[0]
+                self._caught[place] = (out[0] if isinstance(out, tuple) else out)[0].detach()
 
             self._hooks.append(module.register_forward_hook(catch))
 

@@ -256,6 +256,9 @@ class HistoryDrafter:
             self._shelving.give_back(group.start)
 
     def _lay_out(self, group: _Group) -> None:
+        if not self._longest_shelf:  # without a library, only a learned drafter drafts
+            group.is_laid_out = True
+            return
         past = [Text(text.token_ids[: group.max_new_tokens], text.weight) for text in self._past(group.prompt_ids)]
         shelf = lay_out(group.prompt_ids, past, len(group.members), group.max_new_tokens, SIBLING_WEIGHT)
         while past and shelf.content.shape[1] > self._longest_shelf:

@@ -22,7 +22,7 @@ from slipstream.engine.state import StepState
 from slipstream.engine.step import sampling_rows
 from slipstream.models.cached import CachedRows, KVPages, PackedRows
 from slipstream.models.packed import head_logits
-from slipstream.models.weights import write_weights
+from slipstream.models.weights import cast_weights, write_weights
 
 DRAFT_LAYER = -1
 """Of the pages: where the drafter's keys are."""
@@ -38,7 +38,8 @@ class ModelGuesser:
         """To the engine whose target it drafts for."""
         weight = target.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
-        self.model = DraftModel(draft_config(target.config), self._seed).to(weight.device, weight.dtype).eval()
+        self.model = DraftModel(draft_config(target.config), self._seed).to(weight.device).eval()
+        cast_weights(self.model, weight.dtype)
         self._target, self._pages, self._features = target, pages, Features(target)
         width = self.model.config.hidden_size
         self.hidden_SD = torch.zeros(self._num_slots + 1, width, dtype=weight.dtype, device=weight.device)

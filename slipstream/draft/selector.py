@@ -36,6 +36,8 @@ DEFAULT_STRATEGIES = (
     *(OFF, Strategy(0.5, 2), Strategy(1.0, 2)),
     *(Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1), Strategy(16.0, 1)),
 )
+MODEL_STRATEGIES = (OFF, Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4), Strategy(6.0, 0, 6))
+MIXED_STRATEGIES = (*DEFAULT_STRATEGIES, Strategy(2.0, 2, 2), Strategy(4.0, 1, 4), Strategy(8.0, 1, 4))
 MANY_DRAFTS, FEW_ROWS = 8, 32
 """More drafts each than this are tried with up to so many sequences only, and once half as many have proved best."""
 
@@ -221,8 +223,8 @@ class Selector:
                 continue  # of a version that kept times, which say nothing later: it is learned anew
             bucket = self._bucket(int(size))
             bucket.unit_s = saved["unit_s"]
-            for drafts_each, min_match, cost, tokens in saved["ways"]:
-                strategy = Strategy(drafts_each, min_match)
+            for *numbers, cost, tokens in saved["ways"]:
+                strategy = Strategy(*numbers)
                 if strategy in bucket.tokens:
                     bucket.costs[strategy] = cost
                     bucket.tokens[strategy].extend(tokens)
@@ -257,5 +259,5 @@ def _rate_at_best(steps: Sequence[tuple[float, float]], strategy: Strategy, batc
     return num_tokens / (num_rows + 1) / statistics.median(seconds for _, seconds in steps)
 
 
-def _plain(strategy: Strategy) -> tuple[float, int]:
-    return strategy.drafts_each, strategy.min_match
+def _plain(strategy: Strategy) -> tuple[float, int, int]:
+    return strategy.drafts_each, strategy.min_match, strategy.depth

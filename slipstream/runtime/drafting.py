@@ -11,8 +11,12 @@ import torch
 
 from slipstream.config import Config
 from slipstream.draft.history import HistoryDrafter
+from slipstream.draft.learned import ModelGuesser
+from slipstream.draft.online import DrafterTrainer
+from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
+from slipstream.engine.engine import Engine
 from slipstream.engine.strategy import DraftCounts
 from slipstream.history.format import FILE_NAME, HistoryStoreError
 from slipstream.history.store import HistoryStore, PastRollout
@@ -20,27 +24,67 @@ from slipstream.history.takeover import find_source
 from slipstream.models.rendering import prompt_key
 from slipstream.observe.metrics import draft_share_name
 from slipstream.runtime.rollouts import GradedGroup
+from slipstream.train.trainer import Trainer
 from slipstream.types import ORIGIN_NAMES, Scored
 
 SHOWN_PLACES = (0, 1, 3, 7, 15)
 """After the last known token: how often the draft of the next one was right, of the second, the fourth and so on."""
 
 
+STRATEGIES = {
+    "off": DEFAULT_STRATEGIES,
+    "history": DEFAULT_STRATEGIES,
+    "drafter": MODEL_STRATEGIES,
+    "both": MIXED_STRATEGIES,
+}
+"""By draft.source: what the selector chooses among."""
+
+
 def build_drafter(config: Config, history: HistoryStore | None, device: torch.device) -> HistoryDrafter:
-    """Drafts from the group, the sequence itself and, where there is a store, from earlier rollouts."""
+    """Drafts from the group, the sequence itself and, where there is a store, from earlier rollouts; and of a learned
+    model where the recipe has one."""
     keep = config.history.keep_per_prompt if history is not None else 0
     num_texts = keep + config.train.samples_per_prompt
     longest = shelf_tokens(config.engine.max_prompt_tokens, num_texts, config.sampling.max_new_tokens)
     num_groups = math.ceil(config.engine.max_sequences / config.train.samples_per_prompt) + 1
+    library_tokens = config.draft.library_tokens or num_groups * longest
     return HistoryDrafter(
         num_slots=config.engine.max_sequences,
         max_drafts=config.draft.max_drafts,
-        library_tokens=config.draft.library_tokens or num_groups * longest,
+        library_tokens=0 if config.draft.source == "drafter" else library_tokens,
         longest_shelf=longest,
         device=device,
         past=lambda ids: _past_texts(history, ids),
         rule=config.draft.widths,
+        guesser=ModelGuesser(num_slots=config.engine.max_sequences, seed=config.seed) if learns(config) else None,
     )
+
+
+def learns(config: Config) -> bool:
+    """Whether there is a drafter to train."""
+    return config.draft.source in ("drafter", "both")
+
+
+def build_drafter_trainer(config: Config, trainer: Trainer) -> DrafterTrainer:
+    """It is shown what the trainer computes."""
+    learner = DrafterTrainer(
+        trainer.model,
+        lr=config.drafter.lr,
+        temperature=config.sampling.temperature,
+        budget_bytes=int(config.drafter.memory_gb * 1e9),
+        seed=config.seed,
+    )
+    trainer.on_hidden = lambda batch, hidden_TD: learner.collect(
+        batch.token_ids_T, batch.lengths, batch.response_lengths, hidden_TD
+    )
+    return learner
+
+
+def publish(learner: DrafterTrainer, engine: Engine) -> None:
+    """To the engine, which drafts with it from the next step on."""
+    drafter = engine.drafter
+    assert isinstance(drafter, HistoryDrafter) and drafter.guesser is not None, "the engine has no learned drafter"
+    drafter.guesser.write(learner.weights())
 
 
 def _past_texts(history: HistoryStore | None, prompt_ids: tuple[int, ...]) -> list[Text]:
@@ -66,8 +110,11 @@ def check_warm_history(config: Config) -> None:
     other = config.history.warm_from
     if other is None:
         return
-    if config.draft.source == "off":
-        raise ValueError("history.warm_from is of no use without drafts: write draft.source=history, or leave it out")
+    if config.draft.source in ("off", "drafter"):
+        raise ValueError(
+            "history.warm_from is of no use without drafts from history: write draft.source=history or both, or leave "
+            "it out"
+        )
     if other.resolve() == config.run.dir.resolve():
         raise ValueError(f"history.warm_from={other} is this run's own folder; write that of another run")
     find_source(other)

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.config import Config
+from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.selector import Selector
 from slipstream.engine.engine import Engine
 from slipstream.history.store import HistoryStore
@@ -30,7 +31,15 @@ from slipstream.models.weights import cast_weights
 from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
-from slipstream.runtime.drafting import build_drafter, check_warm_history, open_history
+from slipstream.runtime.drafting import (
+    STRATEGIES,
+    build_drafter,
+    build_drafter_trainer,
+    check_warm_history,
+    learns,
+    open_history,
+    publish,
+)
 from slipstream.runtime.driver import drive
 from slipstream.runtime.evaluation import Interrupted
 from slipstream.runtime.folder import RunFolder
@@ -105,9 +114,10 @@ def run_training(
             return Outcome("interrupted", folder.path, 0)
         trainer.reference = run.reference_model(device)
         history = None
-        if config.draft.source == "history":
+        if config.draft.source in ("history", "both"):
             history = stack.enter_context(open_history(config, folder.path, run.step))
         engine = build_engine(config, model, tokenizer, device, history, run.selector)
+        run.prepare_drafter(engine, checkpoint)
         reason = run.loop(engine, history, grader, prompts, eval_sets, stop_token_ids(model, tokenizer))
         return Outcome(reason, folder.path, run.step)
 
@@ -132,7 +142,8 @@ class _Run:
         self.position = 0
         self.concluded = False
         self.warmup_done = 0
-        self.selector = Selector()
+        self.selector = Selector(STRATEGIES[config.draft.source])
+        self.learner: DrafterTrainer | None = None
         self.row: dict[str, float] = {}
 
     def begin(self, checkpoint: Checkpoint | None, device: torch.device) -> None:
@@ -197,13 +208,26 @@ class _Run:
             raise ValueError(f"{folder} is missing: algorithm.kl_coef > 0 needs the model that this run started from")
         return load_model(str(folder), dtype=torch.float32, device=device).eval()
 
+    def prepare_drafter(self, engine: Engine, checkpoint: Checkpoint | None) -> None:
+        """One that learns goes on from the checkpoint, if that has one."""
+        if not learns(self.config):
+            return
+        self.learner = build_drafter_trainer(self.config, self.trainer)
+        saved = checkpoint.trainer_state.get("drafter") if checkpoint is not None else None
+        if saved is not None:
+            self.learner.load_state_dict(saved)
+        publish(self.learner, engine)
+
     def save(self, step: int, run_state: dict[str, Any]) -> None:
+        trainer_state = self.trainer.state_dict()
+        if self.learner is not None:
+            trainer_state["drafter"] = self.learner.state_dict()
         path = save_checkpoint(
             self.config.run.dir,
             step,
             model=self.model,
             tokenizer=self.tokenizer,
-            trainer_state=self.trainer.state_dict(),
+            trainer_state=trainer_state,
             run_state=run_state | {"warmup_done": self.warmup_done, "drafting": self.selector.state_dict()},
             keep_last=self.config.run.keep_last,
         )
@@ -222,6 +246,7 @@ class _Run:
             self.config,
             engine=engine,
             selector=self.selector,
+            learner=self.learner,
             history=history,
             trainer=self.trainer,
             desk=RolloutDesk(engine, grader, self.tokenizer, self.config.seed),
@@ -261,7 +286,7 @@ def build_engine(
     served: PreTrainedModel = copy.deepcopy(model).requires_grad_(False)
     cast_weights(served, dtype)
     settings = config.engine
-    drafts = config.draft.source == "history"
+    drafts = config.draft.source != "off"
     return Engine(
         served,
         max_sequences=settings.max_sequences,

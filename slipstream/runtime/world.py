@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from slipstream.config import Config
+from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.selector import Selector
 from slipstream.engine.engine import Engine
 from slipstream.history.store import HistoryStore
@@ -22,7 +23,7 @@ from slipstream.observe.metrics import rollout_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.store import RolloutKind, RunStore
 from slipstream.observe.timeline import write_trace
-from slipstream.runtime.drafting import draft_metrics, remember
+from slipstream.runtime.drafting import draft_metrics, publish, remember
 from slipstream.runtime.evaluation import Interrupted, evaluate_sets
 from slipstream.runtime.rollouts import GradedGroup, RolloutDesk
 from slipstream.schedule.events import (
@@ -61,6 +62,7 @@ class LocalWorld:
         *,
         engine: Engine,
         selector: Selector,
+        learner: DrafterTrainer | None,
         history: HistoryStore | None,
         trainer: Trainer,
         desk: RolloutDesk,
@@ -78,7 +80,7 @@ class LocalWorld:
         `stop_reason`: not None once somebody wants the run to end with a checkpoint."""
         self._config = config
         self._engine, self._trainer, self._desk = engine, trainer, desk
-        self._selector, self._history = selector, history
+        self._selector, self._learner, self._history = selector, learner, history
         self._draft_s = 0.0
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
@@ -154,8 +156,9 @@ class LocalWorld:
         if self._history is not None:
             with self._timed("history"):
                 remember(self._history, action.step, groups)
-            drafter, counts = self._engine.drafter, self._engine.take_draft_counts()
-            num_unserved, spent_s = (drafter.num_unserved, drafter.spent_s) if drafter is not None else (0, 0.0)
+        drafter = self._engine.drafter
+        if drafter is not None:
+            counts, num_unserved, spent_s = self._engine.take_draft_counts(), drafter.num_unserved, drafter.spent_s
             self._row |= draft_metrics(counts, self._selector.saved_s, num_unserved, spent_s - self._draft_s)
             self._selector.saved_s, self._draft_s = 0.0, spent_s
         check_faults([result for group in groups for result in group.results], self._config.reward.max_fault_share)
@@ -188,6 +191,10 @@ class LocalWorld:
                 done = tokens_done
 
             self._row |= self._trainer.step(samples, on_progress)
+        if self._learner is not None:
+            with self._timed("update_drafter"):
+                self._row |= self._learner.train(self._config.drafter.updates)
+                publish(self._learner, self._engine)
         return [StepTrained(action.step)]
 
     def _samples(self, groups: Sequence[GradedGroup]) -> list[TrainSample]:

@@ -79,6 +79,9 @@ class Coordinator:
     """The first of them leads."""
     _session: int = 0
     _num_lessons: int = 0
+    """Not yet learned from in a round that was done."""
+    _in_round: int = 0
+    """Of these, those of the round under way."""
 
     @property
     def training(self) -> tuple[str, ...]:
@@ -112,12 +115,13 @@ class Coordinator:
         """With everybody who is idle by now."""
         self._members |= self._idle
         self._idle.clear()
-        self._num_lessons = 0
+        self._in_round = self._num_lessons
         return TrainRound(self._session, next(iter(self._members)), tuple(self._members))
 
     def _go_on(self, session: int) -> list[CoordinatorAction]:
         if session != self._session or not self._members:
             return []  # of a session that has ended meanwhile
+        self._num_lessons -= self._in_round
         actions: list[CoordinatorAction] = [Publish(session, next(iter(self._members)))]
         if self._num_lessons >= self.least_lessons:
             return [*actions, self._round()]

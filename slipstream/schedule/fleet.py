@@ -31,6 +31,7 @@ from slipstream.schedule.events import (
 )
 from slipstream.schedule.lengths import LengthForecaster, forecast_metrics
 from slipstream.schedule.members import FleetRollout, FleetWorker
+from slipstream.schedule.ranker import Features
 from slipstream.schedule.rules import PLACEMENTS, Rules
 from slipstream.schedule.speeds import SpeedCurve
 from slipstream.schedule.steps import Steps
@@ -48,10 +49,16 @@ Forecast = Callable[[str, str], float]
 
 
 class Fleet:
-    def __init__(self, rules: Rules, forecast: Forecast | None = None) -> None:
-        """`forecast`: instead of one that learns from what ends, to see what foresight would be worth."""
+    def __init__(
+        self,
+        rules: Rules,
+        forecast: Forecast | None = None,
+        features: Callable[[str], Features | None] = lambda prompt: None,
+    ) -> None:
+        """`forecast`: instead of one that learns from what ends, to see what foresight would be worth. `features`: what
+        is known of a prompt, for those that never came up."""
         self.rules = rules
-        self._forecaster = LengthForecaster()
+        self._forecaster = LengthForecaster(features)
         self.forecast_metrics: dict[int, dict[str, float]] = {}
         """Of each step that was closed: how good its forecasts were."""
         self._forecast = forecast
@@ -149,7 +156,8 @@ class Fleet:
         return actions + self._find_work(worker)
 
     def _on_growth(self, event: Outgrew) -> list[FleetAction]:
-        self._steps.outgrow(self._rollouts[event.rollout])
+        if event.rollout in self._rollouts:  # else its step was closed before this arrived
+            self._steps.outgrow(self._rollouts[event.rollout])
         return self._close_steps()
 
     def _close_steps(self) -> list[FleetAction]:

@@ -41,6 +41,8 @@ class LengthForecaster:
         self._num_visits: dict[str, int] = {}
         self._recent: deque[tuple[float, float]] = deque(maxlen=KEPT_OF_ALL)
         """(a length, the level), whatever the prompt."""
+        self._typical: float | None = None
+        """Mean of the recent ones at today's level."""
         self._level = 0.0
         """By how much the logarithms of lengths have risen since the first step."""
 
@@ -61,6 +63,7 @@ class LengthForecaster:
             kept = self._visits.setdefault(prompt, deque(maxlen=KEPT))
             kept.extend((visit, float(length), self._level) for length in group)
             self._recent.extend((float(length), self._level) for length in group)
+        self._typical = None
 
     def forecast(
         self, prompt: str, *, num_sampled: int = 0, ended_siblings: Iterable[float] = (), limit: float = math.inf
@@ -70,6 +73,10 @@ class LengthForecaster:
         features = self._features(prompt) if not known else None
         if features is not None and self._ranker.has_learned:
             known = [(self._ranker.forecast(features), 1.0)]
+        elif not known and not num_sampled and self._recent:
+            if self._typical is None:
+                self._typical = _mean((length * math.exp(self._level - level), 1.0) for length, level in self._recent)
+            known = [(self._typical, 1.0)]
         elif not known:
             known = [(length * math.exp(self._level - level), 1.0) for length, level in self._recent]
         possible = [(length, weight) for length, weight in known if length > num_sampled]

@@ -1,8 +1,9 @@
 """Which rollouts may be begun, and which a step is trained on. Pure.
 
-The rule of staleness. Version v of the weights is that after step v. A step s is opened when version s - 1 - staleness
-is live, so whatever is begun for it has at least that version; and a rollout is trained in the step it was begun for.
-Hence what is trained in step s was begun with a version of at least s - 1 - staleness: none is staler than that.
+The rule of staleness. Version v of the weights is that after step v; 0 is that before the first, without which nothing
+is begun. A step s is opened when version s - 1 - staleness is live, so whatever is begun for it has at least that
+version; and a rollout is trained in the step it was begun for. Hence what is trained in step s was begun with a version
+of at least s - 1 - staleness: none is staler than that.
 
 Where groups may be carried into the next step, once at most, a step is opened one version later, at s - staleness: what
 is carried into s was begun for s - 1, with a version of at least s - 1 - staleness. The same holds for groups of s that
@@ -78,7 +79,7 @@ class Steps:
     def may_begin(self) -> Iterator[RolloutsAsked]:
         """What may be begun now and could not before; `begin` each before the next is taken."""
         patience = self._rules.staleness - self._rules.carries
-        while self._asked:
+        while self._asked and self._version >= 0:
             asked = self._asked[0]
             if self._version >= asked.step - 1 - patience:
                 self._asked.popleft()
@@ -104,6 +105,8 @@ class Steps:
                 step.staying.add(name)
 
     def outgrow(self, rollout: FleetRollout) -> None:
+        if rollout.has_ended:
+            return  # it was told of too late
         rollout.has_outgrown = True
         self._step(rollout.step).outgrown.add(rollout.group)
 

@@ -11,7 +11,7 @@ FILLING = 2
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     sampled_s: float
-    """When the last of its rollouts ended."""
+    """When it was known what it is trained on."""
     trained_s: float
     ready_s: float
     """When its weights were on the workers."""
@@ -30,7 +30,7 @@ class Outcome:
     steps: list[StepTimes]
     staleness: int
     num_moved: int
-    """Rollouts taken from one worker and given to another, or begun again."""
+    """Rollouts taken from one worker and given to another."""
     num_events: int
     forecasts: list[dict[str, float]]
     """Of each step: how good the forecasts of lengths were."""
@@ -50,14 +50,20 @@ class Outcome:
         return 1 - (last.busy_gpu_s - first.busy_gpu_s) / (last.had_gpu_s - first.had_gpu_s)
 
     @property
+    def gpu_s(self) -> float:
+        """GPU-seconds that a step has, in the same steps."""
+        first, last, num_steps = self._steady()
+        return (last.had_gpu_s - first.had_gpu_s) / num_steps
+
+    @property
     def lent_share(self) -> float:
         """GPU-time for which workers were lent, in the same steps."""
         first, last, _ = self._steady()
         return (last.lent_gpu_s - first.lent_gpu_s) / (last.had_gpu_s - first.had_gpu_s)
 
     def forecast_metrics(self) -> dict[str, float]:
-        """On average, once pipelines are full; none if lengths were known."""
-        steady = self.forecasts[FILLING:]
+        """On average over the second half of the steps; none if lengths were known."""
+        steady = self.forecasts[len(self.forecasts) // 2 :]
         names = steady[0] if steady else ()
         return {name: sum(one[name] for one in steady) / len(steady) for name in names}
 

@@ -67,6 +67,12 @@ class Need:
     target: float | None = None
     """Rollouts a second."""
 
+    def __post_init__(self) -> None:
+        if not 0 < self.billions < math.inf:
+            raise ValueError(f"a model of {self.billions:g} billion weights cannot be: give its size, e.g. --size 7")
+        if self.target is not None and not 0 < self.target < math.inf:
+            raise ValueError(f"--target {self.target:g}: rollouts a second are above 0, e.g. --target 10")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

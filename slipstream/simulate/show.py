@@ -38,6 +38,8 @@ def read_curve(file: Path, shape: str | None) -> SpeedCurve:
         record = json.loads(file.read_text())
     except FileNotFoundError:
         raise ValueError(f"{file} is not there: write it with `slipstream bench engine --json {file}`") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): give a file of slipstream bench engine") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is no JSON ({error}): write it with `slipstream bench engine --json FILE`") from None
     if shape is None:
@@ -51,7 +53,7 @@ def draw(
     if lengths not in PRESETS:
         raise ValueError(f"unknown lengths '{lengths}'; known: {', '.join(PRESETS)}")
     if not 0.5 <= growth <= 2:
-        raise ValueError(f"--growth {growth:g}: times as long from step to step, e.g. 1.03")
+        raise ValueError(f"--growth {growth:g}: times as long from step to step, 0.5 to 2, e.g. 1.03")
     return replace(PRESETS[lengths], growth=growth).draw(
         num_prompts=4 * prompts, prompts_per_step=prompts, samples=samples, steps=steps, seed=seed
     )
@@ -109,6 +111,11 @@ def show_comparison(
         raise ValueError(f"--steps {steps}: pipelines fill in the first steps, so at least {least} are needed")
     if run is not None and scaling:
         raise ValueError("--scaling draws more rollouts for more GPUs, and a run has those it has: leave one out")
+    if rent and all(system.colocated for system in chosen.values()):
+        raise ValueError("--rent is of workers, and these systems share all GPUs: choose another one, or leave it out")
+    for file in (json_file, html_file):
+        if file is not None and not file.parent.is_dir():
+            raise ValueError(f"{file}: there is no folder {file.parent} to write it to")
     if rent and rent < num_gpus:
         raise ValueError(f"--rent {rent}: GPUs in all at most, so no fewer than --gpus {num_gpus}")
     if run is not None and growth != 1:
@@ -135,7 +142,8 @@ def show_comparison(
     title = f"{billions:g}B on {num_gpus} {gpu.upper()}, {num_rollouts} rollouts a step, lengths {lengths}"
     first = next((result for result in results if result.name == BASELINE), results[0])
     baseline = first.step_s
-    console.print(_table(title, results, baseline, costs.gpus_a_worker, num_rollouts))
+    console.print(_table(title, results, baseline, costs.gpus_a_worker))
+    console.print(f"speed-up over {first.name}; GPU-s: GPU-seconds of a step.")
     console.print(_assumptions(costs, curve_file))
     record = {
         "what": "slipstream simulate",
@@ -238,8 +246,8 @@ def _plan_table(plans: Sequence[Plan], need: Need) -> Table:
     return shown
 
 
-def _table(title: str, results: Sequence[Result], baseline: float, gpus_a_worker: int, num_rollouts: int) -> Table:
-    shown = _new_table(title, "system", "s/step", "speed-up", "per s", "split", "idle")
+def _table(title: str, results: Sequence[Result], baseline: float, gpus_a_worker: int) -> Table:
+    shown = _new_table(title, "system", "s/step", "speed-up", "GPU-s", "split", "idle")
     for result in results:
         sizes = [gpus_a_worker * step.num_workers for step in result.outcome.steps]
         sampling = f"{min(sizes)}-{max(sizes)}" if len(set(sizes)) > 1 else str(sizes[0])
@@ -248,7 +256,7 @@ def _table(title: str, results: Sequence[Result], baseline: float, gpus_a_worker
             result.name,
             f"{result.step_s:.1f}",
             f"{baseline / result.step_s:.2f}",
-            f"{num_rollouts / result.step_s:.2f}",
+            f"{result.outcome.gpu_s:,.0f}",
             split,
             f"{result.outcome.idle_share:.0%}",
         )

@@ -40,6 +40,7 @@ class Result:
             "system": self.name,
             "step_s": self.step_s,
             "train_gpus": self.train_gpus,
+            "gpu_s": self.outcome.gpu_s,
             "idle_share": self.outcome.idle_share,
             "lent_share": self.outcome.lent_share,
             "moved": self.outcome.num_moved,

@@ -31,8 +31,8 @@ class SimulatedWorker:
     """(progress at its end, order of admission, uid)."""
     _marks: list[tuple[float, str]] = field(default_factory=list)
     """(progress, uid): places that rollouts shall tell when they pass them; a heap."""
-    _here: set[str] = field(default_factory=set)
-    """Rollouts with a mark."""
+    _mark_of: dict[str, float] = field(default_factory=dict)
+    """By rollout: its mark; others in the heap are of an earlier stay."""
     _passed: list[str] = field(default_factory=list)
     _progress: float = 0.0
     _num_admitted: int = 0
@@ -53,14 +53,14 @@ class SimulatedWorker:
         assert num_tokens > 0, f"{uid}: a rollout has at least one token"
         if tell_at is not None:
             assert len(self._running) < self.spec.slots, f"{uid} would wait"
-            heapq.heappush(self._marks, (self._progress + tell_at, uid))
-            self._here.add(uid)
+            self._mark_of[uid] = self._progress + tell_at
+            heapq.heappush(self._marks, (self._mark_of[uid], uid))
         self._waiting.append((uid, num_tokens))
         self._admit()
 
     def next_s(self) -> float | None:
         """When the next rollout ends or passes its mark if nothing is submitted before; None if there is none."""
-        while self._marks and self._marks[0][1] not in self._here:
+        while self._marks and self._mark_of.get(self._marks[0][1]) != self._marks[0][0]:
             heapq.heappop(self._marks)
         if not self._marks or not self._running or self._running[0][0] <= self._marks[0][0]:
             return self.next_end_s()
@@ -86,7 +86,7 @@ class SimulatedWorker:
             self._progress, _, uid = heapq.heappop(self._running)
             self.now_s = end_s
             ended.append((end_s, uid))
-            self._here.discard(uid)
+            self._mark_of.pop(uid, None)
             self._admit()
         if self._running:
             self.busy_slot_s += len(self._running) * (now_s - self.now_s)
@@ -94,9 +94,9 @@ class SimulatedWorker:
             self._progress += (now_s - self.now_s) / self.spec.curve.token_s(len(self._running))
         self.now_s = now_s
         while self._marks and self._marks[0][0] <= self._progress + ROUNDING:
-            _, uid = heapq.heappop(self._marks)
-            if uid in self._here:
-                self._here.remove(uid)
+            mark, uid = heapq.heappop(self._marks)
+            if self._mark_of.get(uid) == mark:
+                del self._mark_of[uid]
                 self._passed.append(uid)
         return ended
 
@@ -113,7 +113,7 @@ class SimulatedWorker:
         for place, (end, _, running) in enumerate(self._running):
             if running == uid:
                 del self._running[place]
-                self._here.discard(uid)
+                self._mark_of.pop(uid, None)
                 heapq.heapify(self._running)
                 self._admit()
                 return end - self._progress

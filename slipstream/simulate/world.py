@@ -1,4 +1,4 @@
-"""A fleet without GPUs: workers that decode, a trainer and its weights, led by the scheduler of a real one. Pure.
+"""A fleet without GPUs: workers that decode, a trainer and its weights, led as real ones would be. Pure.
 
 A heap of what happens next: a worker's next rollout ends, a step is trained, its weights arrive, a worker joins or
 leaves. Each is told to `schedule.fleet.Fleet`, and what that wants done is done at once; the rest is arithmetic. The
@@ -111,9 +111,11 @@ class World:
         self._done: list[StepTimes] = []
         self._adjuster = Adjuster() if most_workers else None
         self._most_workers = most_workers
-        self._lent_since: dict[str, float] = {}
+        self._lent: set[str] = set()
+        self._trains_here = False
+        """Whether the workers' own GPUs train just now: then there is nothing to lend."""
         self._busy_s = self._trained_tokens = self._lent_s = 0.0
-        self._extra_s = self._counted_s = 0.0
+        self._extra_s = self._counted_s = self._loans_counted_s = 0.0
         """Worker-seconds more than those of the workers at the start, up to the last change."""
         self._num_at_start = num_workers
         self._decoded_s = 0.0
@@ -152,10 +154,14 @@ class World:
                 case TakeBack():
                     self._take_back(action)
                 case Lend():
-                    self._lent_since[action.worker] = self.now_s
+                    self._count_loans()
+                    self._lent.add(action.worker)
                 case Recall():
-                    self._end_loan(action.worker)
+                    self._count_loans()
+                    self._lent.remove(action.worker)
                 case CloseStep():
+                    self._count_loans()
+                    self._trains_here = self._system.colocated
                     self._closed[action.step] = action.rollouts
                     self._sampled_s[action.step] = self.now_s
                     self._train()
@@ -203,7 +209,8 @@ class World:
             self._advance(worker)
             self._settle()
             self._count_workers()
-            self._end_loan(change.worker)
+            self._count_loans()
+            self._lent.discard(change.worker)
             del self._workers[change.worker]
             self._busy_s += worker.busy_s
             self._stamps[change.worker] = -1
@@ -289,7 +296,7 @@ class World:
         decoding_s = self._busy_s + sum(worker.busy_until(self.now_s) for worker in self._workers.values())
         self._count_workers()
         unit = self._costs.gpus_a_worker
-        lent_s = self._lent_s + sum(self.now_s - since_s for since_s in self._lent_since.values())
+        self._count_loans()
         times = StepTimes(
             sampled_s=self._sampled_s[step],
             trained_s=self.now_s,
@@ -297,13 +304,13 @@ class World:
             rollouts=rollouts,
             busy_gpu_s=decoding_s * unit + self._trained_tokens * self._costs.train_gpu_s,
             had_gpu_s=self._num_gpus * self.now_s + self._extra_s * unit,
-            lent_gpu_s=lent_s * unit,
+            lent_gpu_s=self._lent_s * unit,
             num_workers=len(self._workers),
         )
         self._adjust(decoding_s, sum(self._lengths[uid] for uid in rollouts))
         self._done.append(times)
         self._trainer.go_on(self.now_s)
-        self._at(ready_s, lambda: self._tell(WeightsLive(step)))
+        self._at(ready_s, lambda: self._go_on(step))
         self._train()
 
     def _adjust(self, decoding_s: float, num_tokens: float) -> None:
@@ -313,7 +320,14 @@ class World:
         num_workers = len(self._workers)
         gen_s = (decoding_s - self._decoded_s) / num_workers
         self._decoded_s = decoding_s
-        change = self._adjuster.observe(gen_s, self._trainer.token_s * num_tokens, num_workers, self._most_workers)
+        running = [worker.num_running for worker in self._workers.values()]
+        batch = max(1.0, sum(running) / num_workers)
+
+        def times_as_long(other: int) -> float:
+            return self._curve.token_s(max(1, round(batch * num_workers / other))) / self._curve.token_s(round(batch))
+
+        train_s = self._trainer.token_s * num_tokens
+        change = self._adjuster.observe(gen_s, train_s, num_workers, self._most_workers, times_as_long)
         if change > 0:
             self._join(f"rented {next(self._numbers)}")
         elif change < 0:
@@ -323,9 +337,16 @@ class World:
         self._extra_s += (len(self._workers) - self._num_at_start) * (self.now_s - self._counted_s)
         self._counted_s = self.now_s
 
-    def _end_loan(self, worker: str) -> None:
-        if worker in self._lent_since:
-            self._lent_s += self.now_s - self._lent_since.pop(worker)
+    def _count_loans(self) -> None:
+        if not self._trains_here:
+            self._lent_s += len(self._lent) * (self.now_s - self._loans_counted_s)
+        self._loans_counted_s = self.now_s
+
+    def _go_on(self, step: int) -> None:
+        """With the weights of this step."""
+        self._count_loans()
+        self._trains_here = False
+        self._tell(WeightsLive(step))
 
 
 @dataclass(slots=True)

@@ -85,6 +85,8 @@ class Trainer:
         self.model = model
         self.reference: PreTrainedModel | None = None
         """The model that algorithm.kl_coef pulls towards; to be set before the first step if that is above 0."""
+        self.on_hidden: Callable[[MicroBatch, Tensor], None] | None = None
+        """Is shown the hidden states of every forward of the policy."""
         self.training, self.algorithm = training, algorithm
         self.temperature, self.max_new_tokens = temperature, max_new_tokens
         self.recipe = ALGORITHMS[algorithm.name]
@@ -272,9 +274,11 @@ class Trainer:
     def _logprobs(self, model: PreTrainedModel, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         # One autocast context for each forward: casts cached under no_grad would cut the gradient of a later forward.
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            hidden_ND = document_hidden(model, batch.token_ids_T, batch.lengths)[batch.positions_N]
+            hidden_TD = document_hidden(model, batch.token_ids_T, batch.lengths)
+            if self.on_hidden is not None and model is self.model:
+                self.on_hidden(batch, hidden_TD.detach())
             return logprobs_and_entropy(
-                model, hidden_ND, batch.targets_N, temperature, self.training.logprob_chunk_tokens
+                model, hidden_TD[batch.positions_N], batch.targets_N, temperature, self.training.logprob_chunk_tokens
             )
 
     def _backward(self, loss: Tensor, logprobs_N: Tensor, uids: Sequence[str], lengths: list[int]) -> None:

@@ -43,6 +43,7 @@ from slipstream.schedule.events import (
     StopAsked,
     TakeBack,
     Train,
+    Watch,
     WeightsLive,
     WorkerJoined,
     WorkerLeft,
@@ -326,7 +327,7 @@ EVERY_KIND = [
     Finish("done"),
     WorkerJoined("a", 8, ((1, 0.5), (8, 1.0))), WorkerLeft("a", (("1/0/0", 5),)), RolloutsAsked(1, (("1/0/0", "p"),)),
     RolloutEnded("1/0/0", 7), HandedBack("1/0/0", 5), Sample("a", "1/0/0", 5), TakeBack("a", "1/0/0"),
-    CloseStep(1, ("1/0/0",)), Outgrew("1/0/0"), Lend("a"), Recall("a"),
+    CloseStep(1, ("1/0/0",)), Outgrew("1/0/0"), Lend("a"), Recall("a"), Watch("a", "1/0/0", 9),
 ]  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import event as note_event
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.schedule.dispatch import WorkerSpec
@@ -23,6 +23,7 @@ from slipstream.schedule.events import (
     RolloutsAsked,
     Sample,
     TakeBack,
+    Watch,
     WeightsLive,
     WorkerJoined,
     WorkerLeft,
@@ -118,7 +119,15 @@ changes = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """So that small simulations have some."""
+    if "whoever_comes_and_goes" in request.node.name:
+        for module in ("schedule.fleet", "simulate.world"):
+            monkeypatch.setattr(f"slipstream.{module}.CHUNK", 20)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rules(), changes, st.booleans(), st.booleans(), st.sampled_from([0.0, 0.05, 1.0]), st.integers(0, 99))
 def test_every_rollout_is_trained_once_and_none_is_too_stale_whoever_comes_and_goes(
     rule: Rules, changed: list[Change], streams: bool, foresees: bool, hand_back_s: float, seed: int
@@ -271,6 +280,16 @@ def test_only_what_outgrew_its_forecast_goes_on_in_the_next_step() -> None:
     (closed,) = fleet.on_event(Outgrew("1/19"), 2.0)
     assert isinstance(closed, CloseStep) and len(closed.rollouts) == 18
     assert fleet.on_event(Outgrew("1/4"), 3.0) == [], "its step is closed"
+
+
+def test_after_a_chunk_a_rollout_goes_where_it_is_faster() -> None:
+    fleet = fleet_of(Rules("round robin", "chunks"), "a", "b", slots=64)
+    assert Sample("a", "1/0", 0, tell_at=2048) in fleet.on_event(asked(*[50.0] * 40), 0.0)
+    assert fleet.on_event(Outgrew("1/0"), 1.0) == [Watch("a", "1/0", 4096)], "b is as crowded"
+    for place in range(1, 40, 2):
+        fleet.on_event(RolloutEnded(f"1/{place}", 5), 1.0)
+    assert fleet.on_event(Outgrew("1/0"), 2.0) == [TakeBack("a", "1/0")]
+    assert fleet.on_event(HandedBack("1/0", 4100), 2.0) == [Sample("b", "1/0", 4100, tell_at=6148)]
 
 
 def test_nothing_is_sampled_before_there_are_weights() -> None:

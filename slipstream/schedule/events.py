@@ -207,6 +207,15 @@ class CloseStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """Go on with this, and tell again when it has more tokens than this and has not ended."""
+
+    worker: str
+    rollout: str
+    tell_at: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lend:
     """There is nothing to sample for this worker: it may train a drafter until it is recalled."""
 
@@ -220,7 +229,7 @@ class Recall:
     worker: str
 
 
-FleetAction = Sample | TakeBack | CloseStep | Lend | Recall
+FleetAction = Sample | Watch | TakeBack | CloseStep | Lend | Recall
 
 Item = Event | Action | FleetEvent | FleetAction
 
@@ -230,7 +239,7 @@ BY_NAME: dict[str, type] = {
         *(RunBegan, GroupScored, StepTrained, WeightsLive, Evaluated, Saved, StopAsked, DraftChosen),
         *(Generate, Train, PushWeights, Evaluate, Record, Save, Finish),
         *(WorkerJoined, WorkerLeft, RolloutsAsked, RolloutEnded, HandedBack, Outgrew),
-        *(Sample, TakeBack, CloseStep, Lend, Recall),
+        *(Sample, Watch, TakeBack, CloseStep, Lend, Recall),
     )
 }
 

@@ -25,6 +25,7 @@ from slipstream.schedule.events import (
     RolloutsAsked,
     Sample,
     TakeBack,
+    Watch,
     WeightsLive,
     WorkerJoined,
     WorkerLeft,
@@ -39,6 +40,8 @@ from slipstream.schedule.tiers import equal_tiers, two_tiers
 
 GROWTH = 1.5
 """Times its forecast, from which on a rollout counts as an outlier."""
+CHUNK = 2048
+"""Tokens after which a rollout may be placed anew."""
 WORTH_MOVING = 1.05
 """Times faster that the crowded worker must get."""
 MOST_MOVES = 2
@@ -156,9 +159,26 @@ class Fleet:
         return actions + self._find_work(worker)
 
     def _on_growth(self, event: Outgrew) -> list[FleetAction]:
-        if event.rollout in self._rollouts:  # else its step was closed before this arrived
-            self._steps.outgrow(self._rollouts[event.rollout])
+        rollout = self._rollouts.get(event.rollout)
+        if rollout is None:
+            return []  # its step was closed before this arrived
+        if self.rules.tail == "chunks":
+            return self._place_again(rollout)
+        self._steps.outgrow(rollout)
         return self._close_steps()
+
+    def _place_again(self, rollout: FleetRollout) -> list[FleetAction]:
+        """After a chunk: elsewhere, where that is clearly faster, or where it is."""
+        worker = rollout.worker
+        if worker is None or rollout.bound_for is not None or rollout.has_ended:
+            return []
+        target = self._least_loaded()
+        if target is not None and target is not worker:
+            there_s = target.spec.curve.token_s(len(target.running) + target.num_expected + 1)
+            if worker.spec.curve.token_s(len(worker.running)) > WORTH_MOVING * there_s:
+                return [self._take_back(rollout, target)]
+        rollout.tell_at += CHUNK
+        return [Watch(worker.spec.name, rollout.uid, rollout.tell_at)]
 
     def _close_steps(self) -> list[FleetAction]:
         actions: list[FleetAction] = []
@@ -238,10 +258,12 @@ class Fleet:
         worker.running[rollout.uid] = rollout
         worker.load += rollout.load
         self._note(worker)
-        tells = self.rules.tail == "outliers" and not rollout.has_outgrown
-        sample = Sample(
-            worker.spec.name, rollout.uid, rollout.num_tokens, int(GROWTH * rollout.forecast) if tells else 0
-        )
+        rollout.tell_at = 0
+        if self.rules.tail == "chunks":
+            rollout.tell_at = rollout.num_tokens + CHUNK
+        elif self.rules.tail == "outliers" and not rollout.has_outgrown:
+            rollout.tell_at = int(GROWTH * rollout.forecast)
+        sample = Sample(worker.spec.name, rollout.uid, rollout.num_tokens, rollout.tell_at)
         if not worker.is_lent:
             return [sample]
         worker.is_lent = False

@@ -23,6 +23,8 @@ class FleetRollout:
     """Where it goes on once it is handed back."""
     load: float = 0.0
     """What it adds to its worker's."""
+    tell_at: int = 0
+    """Tokens at which it was to be told of last."""
     num_moves: int = 0
     has_outgrown: bool = False
     """It is much longer than was forecast."""

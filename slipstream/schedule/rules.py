@@ -18,6 +18,7 @@ first, to whoever would be done first."""
 TAILS = {
     "whole": "every rollout ends where it began",
     "move": "a worker without work takes half of what the most crowded one has",
+    "chunks": "after every CHUNK tokens a rollout goes where it would be faster, if that is anywhere",
     "carry": "groups that are not done when CARRIED of a step are left go on in the next step",
     "outliers": "of these, only groups with a rollout that is GROWTH times as long as forecast; others are moved",
     "oversample": "OVERSAMPLED of the next step's groups are begun too; the first that are done make up the step",

@@ -34,6 +34,8 @@ class SimulatedWorker:
     _mark_of: dict[str, float] = field(default_factory=dict)
     """By rollout: its mark; others in the heap are of an earlier stay."""
     _passed: list[str] = field(default_factory=list)
+    _last_mark: dict[str, float] = field(default_factory=dict)
+    """By rollout that is here: the mark it passed last."""
     _progress: float = 0.0
     _num_admitted: int = 0
 
@@ -57,6 +59,11 @@ class SimulatedWorker:
             heapq.heappush(self._marks, (self._mark_of[uid], uid))
         self._waiting.append((uid, num_tokens))
         self._admit()
+
+    def watch(self, uid: str, more: float) -> None:
+        """One that has passed its mark: `take_passed` names it again after so many tokens more."""
+        self._mark_of[uid] = self._last_mark[uid] + more
+        heapq.heappush(self._marks, (self._mark_of[uid], uid))
 
     def next_s(self) -> float | None:
         """When the next rollout ends or passes its mark if nothing is submitted before; None if there is none."""
@@ -87,6 +94,7 @@ class SimulatedWorker:
             self.now_s = end_s
             ended.append((end_s, uid))
             self._mark_of.pop(uid, None)
+            self._last_mark.pop(uid, None)
             self._admit()
         if self._running:
             self.busy_slot_s += len(self._running) * (now_s - self.now_s)
@@ -96,7 +104,7 @@ class SimulatedWorker:
         while self._marks and self._marks[0][0] <= self._progress + ROUNDING:
             mark, uid = heapq.heappop(self._marks)
             if self._mark_of.get(uid) == mark:
-                del self._mark_of[uid]
+                self._last_mark[uid] = self._mark_of.pop(uid)
                 self._passed.append(uid)
         return ended
 

@@ -26,11 +26,12 @@ from slipstream.schedule.events import (
     RolloutsAsked,
     Sample,
     TakeBack,
+    Watch,
     WeightsLive,
     WorkerJoined,
     WorkerLeft,
 )
-from slipstream.schedule.fleet import Fleet, Forecast
+from slipstream.schedule.fleet import CHUNK, Fleet, Forecast
 from slipstream.schedule.speeds import SpeedCurve
 from slipstream.simulate.outcome import Outcome, StepTimes
 from slipstream.simulate.system import Change, Costs, System
@@ -153,6 +154,8 @@ class World:
                     self._sample(action)
                 case TakeBack():
                     self._take_back(action)
+                case Watch():
+                    self._watch(action)
                 case Lend():
                     self._count_loans()
                     self._lent.add(action.worker)
@@ -241,6 +244,12 @@ class World:
         done = pace.work(action.num_tokens) - action.num_tokens * self._costs.prefill_share
         tells = action.tell_at and action.num_tokens <= action.tell_at < length
         worker.submit(action.rollout, pace.work(length) - done, pace.work(action.tell_at) - done if tells else None)
+
+    def _watch(self, action: Watch) -> None:
+        if self._lengths[action.rollout] > action.tell_at and action.rollout not in self._ended:
+            worker, pace = self._workers[action.worker], self._system.pace
+            worker.watch(action.rollout, pace.work(action.tell_at) - pace.work(action.tell_at - CHUNK))
+            self._changed[action.worker] = worker
 
     def _take_back(self, action: TakeBack) -> None:
         worker = self._workers[action.worker]

@@ -68,9 +68,8 @@ class ModelGuesser:
         wanted_S = (width_S > 0) & (found_S == 0) & (self.ready_S > 0)
         slots_S = torch.arange(len(wanted_S), device=wanted_S.device)
         row_S = torch.where(wanted_S, wanted_S.cumsum(0) - 1, num_rows).clamp(max=num_rows)
-        slot_R = torch.full((num_rows + 1,), state.trash_slot, device=wanted_S.device).scatter_(0, row_S, slots_S)
-        slot_R = torch.where(torch.arange(num_rows + 1, device=wanted_S.device) < num_rows, slot_R, state.trash_slot)
-        slot_R = slot_R[:num_rows]
+        slot_R1 = torch.full((num_rows + 1,), state.trash_slot, device=wanted_S.device).scatter_(0, row_S, slots_S)
+        slot_R = slot_R1[:num_rows]  # the last one is where all others landed
         start_R1 = torch.arange(num_rows + 1, dtype=torch.int32, device=wanted_S.device)
         hidden_RD, known_R = self.hidden_SD[slot_R], state["known"][slot_R]
         for place in range(depth):

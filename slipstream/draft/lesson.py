@@ -86,12 +86,8 @@ def lesson_loss(
 
 def _places(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Of each packed token: its position, and where its text starts."""
-    positions = [torch.arange(length, device=device) for length in lengths]
-    starts, begin = [], 0
-    for length in lengths:
-        starts.append(torch.full((length,), begin, device=device))
-        begin += length
-    return torch.cat(positions), torch.cat(starts)
+    position_T = torch.cat([torch.arange(length, device=device) for length in lengths])
+    return position_T, torch.arange(len(position_T), device=device) - position_T
 
 
 def _attend(

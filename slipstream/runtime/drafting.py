@@ -51,13 +51,18 @@ def build_drafter(config: Config, history: HistoryStore | None, device: torch.de
     return HistoryDrafter(
         num_slots=config.engine.max_sequences,
         max_drafts=config.draft.max_drafts,
-        library_tokens=0 if config.draft.source == "drafter" else library_tokens,
+        library_tokens=library_tokens if remembers(config) else 0,
         longest_shelf=longest,
         device=device,
         past=lambda ids: _past_texts(history, ids),
         rule=config.draft.widths,
         guesser=ModelGuesser(num_slots=config.engine.max_sequences, seed=config.seed) if learns(config) else None,
     )
+
+
+def remembers(config: Config) -> bool:
+    """Whether there are drafts from history."""
+    return config.draft.source in ("history", "both")
 
 
 def learns(config: Config) -> bool:
@@ -110,7 +115,7 @@ def check_warm_history(config: Config) -> None:
     other = config.history.warm_from
     if other is None:
         return
-    if config.draft.source in ("off", "drafter"):
+    if not remembers(config):
         raise ValueError(
             "history.warm_from is of no use without drafts from history: write draft.source=history or both, or leave "
             "it out"

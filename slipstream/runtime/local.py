@@ -39,6 +39,7 @@ from slipstream.runtime.drafting import (
     learns,
     open_history,
     publish,
+    remembers,
 )
 from slipstream.runtime.driver import drive
 from slipstream.runtime.evaluation import Interrupted
@@ -114,7 +115,7 @@ def run_training(
             return Outcome("interrupted", folder.path, 0)
         trainer.reference = run.reference_model(device)
         history = None
-        if config.draft.source in ("history", "both"):
+        if remembers(config):
             history = stack.enter_context(open_history(config, folder.path, run.step))
         engine = build_engine(config, model, tokenizer, device, history, run.selector)
         run.prepare_drafter(engine, checkpoint)

@@ -86,7 +86,7 @@ class Trainer:
         self.reference: PreTrainedModel | None = None
         """The model that algorithm.kl_coef pulls towards; to be set before the first step if that is above 0."""
         self.on_hidden: Callable[[MicroBatch, Tensor], None] | None = None
-        """Is shown the hidden states of every forward of the policy."""
+        """Is shown the hidden states of every forward of the policy that has a gradient: each sample's once a step."""
         self.training, self.algorithm = training, algorithm
         self.temperature, self.max_new_tokens = temperature, max_new_tokens
         self.recipe = ALGORITHMS[algorithm.name]
@@ -275,7 +275,7 @@ class Trainer:
         # One autocast context for each forward: casts cached under no_grad would cut the gradient of a later forward.
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             hidden_TD = document_hidden(model, batch.token_ids_T, batch.lengths)
-            if self.on_hidden is not None and model is self.model:
+            if self.on_hidden is not None and model is self.model and torch.is_grad_enabled():
                 self.on_hidden(batch, hidden_TD.detach())
             return logprobs_and_entropy(
                 model, hidden_TD[batch.positions_N], batch.targets_N, temperature, self.training.logprob_chunk_tokens

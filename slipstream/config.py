@@ -113,10 +113,11 @@ class Draft(Section):
     """Several tokens of a sequence in one step: drafts of what comes next are verified, never trusted, so that tokens
     are the same with and without."""
 
-    source: Literal["history", "drafter", "both", "off"] = "off"
-    """history: from the group's other samples, earlier rollouts of the prompt and the sequence itself. drafter: from a
-    small model that learns from the policy as it trains. both: from the model where nothing in the history matches. How
-    much is drafted is measured and chosen by the size of the batch; where it does not pay, nothing is."""
+    source: Literal["auto", "history", "drafter", "both", "off"] = "auto"
+    """auto: history on a GPU, off on a CPU, where a step costs by the token. history: from the group's other samples,
+    earlier rollouts of the prompt and the sequence itself. drafter: from a small model that learns from the policy as
+    it trains. both: from the model where nothing in the history matches. How much is drafted is measured and chosen by
+    the size of the batch; where it does not pay, nothing is."""
     max_drafts: int = Field(32, ge=1, le=64)
     """Of one sequence in one step."""
     widths: Literal["odds", "aimd"] = "odds"

@@ -19,7 +19,7 @@ from slipstream.engine.strategy import DraftCounts, Strategy
 from slipstream.history.format import HistoryStoreError
 from slipstream.history.store import HistoryStore
 from slipstream.observe.store import RunStore
-from slipstream.runtime.drafting import draft_metrics
+from slipstream.runtime.drafting import draft_metrics, settle_source
 from slipstream.runtime.local import run_training
 from slipstream.types import ORIGIN_NAMES
 
@@ -181,3 +181,12 @@ def test_the_metrics_of_drafts_by_hand() -> None:
     assert metrics["rollout/spec_accept_at_1"] == 1.0 and metrics["rollout/spec_accept_at_2"] == 1.0
     assert metrics["rollout/spec_share_sibling"] == pytest.approx(2 / 6)
     assert draft_metrics(DraftCounts(), 0.0) == {} and set(ORIGIN_NAMES) == {0, SIBLING, HISTORY, OWN_TEXT, SOURCE}
+
+
+def test_without_a_word_in_the_recipe_a_gpu_drafts_from_history_and_a_cpu_does_not(tmp_path: Path) -> None:
+    config = build_config(settings(tmp_path))
+    assert config.draft.source == "auto"
+    assert settle_source(config, torch.device("cuda")).draft.source == "history"
+    assert settle_source(config, torch.device("cpu")).draft.source == "off"
+    asked = build_config(settings(tmp_path, draft={"source": "both"}))
+    assert settle_source(asked, torch.device("cpu")).draft.source == "both"

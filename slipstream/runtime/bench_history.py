@@ -32,6 +32,9 @@ MOST_WARM_UPS, FEW_GRAPHS = 5, 2
 """Walks before the one that counts, and new graphs in the last of them at most, if fewer walks shall do."""
 WAVES = 3
 """Sequences for each place in the batch, so that one that ends early is followed by another, as in any long rollout."""
+TIMED_S, MOST_WALKS = 2.0, 5
+"""Walks are timed until they took this long, or so many times, and the median counts: a hiccup of the host would decide
+a walk of half a second."""
 
 
 def bench_history(
@@ -107,7 +110,7 @@ def _measure(
 
     def walk_plainly(name: str) -> None:
         with console.status(f"{name}, batch {batch}, without drafts"), still_heap():
-            plain_walks.setdefault(name, []).append(plain.measure(workloads[name])[0])
+            plain_walks.setdefault(name, []).extend(plain.measure(workloads[name])[0])
 
     first = next(iter(workloads))
     if alike_cost:
@@ -116,22 +119,19 @@ def _measure(
         if not alike_cost:
             walk_plainly(name)
         with console.status(f"{name}, batch {batch}"), still_heap():
-            walk, drafts = drafting.measure(groups)
-            found[name] = walk.rates() | drafts
+            walks, drafts = drafting.measure(groups)
+            found[name] = _median_rates(walks) | drafts
     if alike_cost:
         walk_plainly(first)
     for name, on in found.items():
-        walks = plain_walks[first if alike_cost else name]
-        means = {rate: statistics.fmean(walk.rates()[rate] for walk in walks) for rate in walks[0].rates()}
-        gain, gain_to_end = (on[rate] / mean for rate, mean in means.items())
-        off = means | {"walks": [walk.rates()["tokens_per_s"] for walk in walks]}
+        off = _median_rates(plain_walks[first if alike_cost else name])
         yield {
             "workload": name,
             "batch": batch,
             "off": off,
             "history": on,
-            "gain": gain,
-            "gain_to_end": gain_to_end,
+            "gain": on["tokens_per_s"] / off["tokens_per_s"],
+            "gain_to_end": on["tokens_per_s_to_end"] / off["tokens_per_s_to_end"],
         }
 
 
@@ -148,6 +148,12 @@ class Walk:
             "tokens_per_s": self.full_tokens / self.full_s,
             "tokens_per_s_to_end": self.num_tokens / self.seconds,
         }
+
+
+def _median_rates(walks: Sequence[Walk]) -> dict[str, Any]:
+    rates = [walk.rates() for walk in walks]
+    medians: dict[str, Any] = {name: statistics.median(one[name] for one in rates) for name in rates[0]}
+    return medians | {"walks": [one["tokens_per_s"] for one in rates]}
 
 
 class Replay:
@@ -182,7 +188,7 @@ class Replay:
         )
         self._batch = batch
 
-    def measure(self, groups: Sequence[ReplayGroup]) -> tuple[Walk, dict[str, Any]]:
+    def measure(self, groups: Sequence[ReplayGroup]) -> tuple[list[Walk], dict[str, Any]]:
         """By the clock, once a walk needed hardly any new graph and, with drafts, every way of drafting was tried."""
         self._past = {group.prompt_ids: [Text(text, 1) for text in group.past] for group in groups}
         self._selector = Selector()  # what paid for another workload says nothing about this one
@@ -195,9 +201,11 @@ class Replay:
             if has_chosen and self._engine.facts().num_graphs <= num_graphs + FEW_GRAPHS:
                 break
         self._engine.take_draft_counts()
-        walk = self._walk(groups)
+        walks = [self._walk(groups)]
+        while sum(walk.seconds for walk in walks) < TIMED_S and len(walks) < MOST_WALKS:
+            walks.append(self._walk(groups))
         counts = self._engine.take_draft_counts()
-        return walk, {
+        return walks, {
             "tokens_per_row": counts.num_tokens / counts.num_rows if counts.num_rows else 1.0,
             "drafts_per_row": counts.num_drafted / counts.num_rows if counts.num_rows else 0.0,
             "accept_rate": counts.num_accepted / counts.num_drafted if counts.num_drafted else 0.0,

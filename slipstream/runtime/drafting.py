@@ -60,6 +60,14 @@ def build_drafter(config: Config, history: HistoryStore | None, device: torch.de
     )
 
 
+def settle_source(config: Config, device: torch.device) -> Config:
+    """What draft.source=auto means here."""
+    if config.draft.source != "auto":
+        return config
+    source = "off" if device.type == "cpu" else "history"
+    return config.model_copy(update={"draft": config.draft.model_copy(update={"source": source})})
+
+
 def remembers(config: Config) -> bool:
     """Whether there are drafts from history."""
     return config.draft.source in ("history", "both")

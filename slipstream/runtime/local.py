@@ -40,6 +40,7 @@ from slipstream.runtime.drafting import (
     open_history,
     publish,
     remembers,
+    settle_source,
 )
 from slipstream.runtime.driver import drive
 from slipstream.runtime.evaluation import Interrupted
@@ -82,6 +83,7 @@ def run_training(
         console = stack.enter_context(Console(config.train.steps, quiet=quiet))
         checkpoint = folder.checkpoint_to_resume(config, resume, overwrite)
         device = choose_device(config.device)
+        recipe, config = config, settle_source(config, device)
         if device.type == "cuda" and config.engine.exact:
             use_batch_invariant_products()  # before the warm start multiplies
         source = config.model if checkpoint is None else str(checkpoint.path)
@@ -105,7 +107,7 @@ def run_training(
         )
         check_warm_history(config)
         # From here on the folder changes: everything that the user can get wrong has been looked at.
-        folder.begin(config, checkpoint, overwrite)
+        folder.begin(recipe, checkpoint, overwrite)
         store = stack.enter_context(RunStore(folder.path))
         log = stack.enter_context(MetricLog(folder.path, config.run.loggers, config.model_dump(mode="json")))
         flag = stack.enter_context(_stop_on_signals())
@@ -287,6 +289,7 @@ def build_engine(
     served: PreTrainedModel = copy.deepcopy(model).requires_grad_(False)
     cast_weights(served, dtype)
     settings = config.engine
+    config = settle_source(config, device)
     drafts = config.draft.source != "off"
     return Engine(
         served,

@@ -2,8 +2,9 @@
 
 What drafts are worth, by the number of sequences: of TLT and RhymeRL as published (for a 32B model split over 4 GPUs,
 and up to 1.86 times whatever the batch), ours as measured on an H200 with texts of which the history could give 75 %
-(docs/log.md), or 90 % where it says so. A trained drafter and both together are reckoned with TLT's figures until ours
-is measured. StreamRL has a ranker that tells lengths of new prompts: here it knows them, which is more.
+(docs/log.md: later runs gave a little more), or 90 % where it says so. A trained drafter and both together are reckoned
+with TLT's figures until ours is measured. StreamRL has a ranker that tells lengths of new prompts: here it knows them,
+which is more.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from slipstream.engine.engine import Engine
-from slipstream.engine.step import StepSizes
+from slipstream.engine.packing import StepSizes
 from slipstream.models.shapes import random_model
 from slipstream.rng import derive_seed
 from slipstream.runtime.local import still_heap

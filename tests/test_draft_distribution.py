@@ -21,8 +21,8 @@ from torch import Tensor
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.shelves import Text
 from slipstream.engine.engine import Engine
+from slipstream.engine.packing import PackedStep
 from slipstream.engine.state import StepState
-from slipstream.engine.step import PackedStep
 from slipstream.engine.strategy import Always, Strategy
 from slipstream.rng import derive_seed
 from slipstream.types import Request, SamplingParams

@@ -14,6 +14,7 @@ from slipstream.draft.eagle import DraftModel, Features, draft_config, feature_l
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.lesson import Lesson, lesson_loss
 from slipstream.engine.engine import Engine
+from slipstream.engine.packing import StepSizes
 from slipstream.engine.sampling import SamplingRows, sample_plainly
 from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Always, Strategy
@@ -105,8 +106,8 @@ def test_what_it_drafts_in_the_step_is_what_it_drafts_by_hand() -> None:
     seen: dict[int, list[int]] = {}
     guess = guesser.guess
 
-    def watched(state: StepState, width_S: Tensor, found_S: Tensor, *, num_rows: int, depth: int) -> Tensor:
-        found = guess(state, width_S, found_S, num_rows=num_rows, depth=depth)
+    def watched(state: StepState, width_S: Tensor, found_S: Tensor, sizes: StepSizes) -> Tensor:
+        found = guess(state, width_S, found_S, sizes)
         if found[0]:
             seen[int(state["known"][0])] = state["drafts"][0, :DEPTH].tolist()
         return found

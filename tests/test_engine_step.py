@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.engine import step
+from slipstream.engine import packing, step
 from slipstream.engine.state import NO_TOKEN, StepState, read_report
 
 pytest.importorskip("triton")
@@ -59,12 +59,12 @@ def random_state(seed: int, *, idle: bool = False) -> StepState:
     return state
 
 
-def sizes(state: StepState, *, padding: int = 0, with_drafts: bool = True) -> step.StepSizes:
+def sizes(state: StepState, *, padding: int = 0, with_drafts: bool = True) -> packing.StepSizes:
     due = state["known"] - state["computed"]
     count = torch.minimum(state["allotted"], due + state["drafted"] * with_drafts) * state["live"]
     num_samples = int(((count - due + 1).clamp(min=0) * (count > 0)).sum())
     num_tokens, num_rows = int(count.sum()), int((count > 0).sum())
-    return step.StepSizes(
+    return packing.StepSizes(
         num_tokens=max(1, num_tokens + padding),
         num_rows=max(1, num_rows + min(padding, 2)),
         num_samples=max(1, num_samples + padding),
@@ -83,12 +83,12 @@ def same(plain: Tensor, kernel: Tensor) -> bool:
 def test_the_kernels_pack_and_commit_what_the_plain_step_does(seed: int, padding: int, with_drafts: bool) -> None:
     states = [random_state(seed, idle=seed == 7) for _ in range(2)]
     size = sizes(states[0], padding=padding, with_drafts=with_drafts)
-    assert int(step.room_for_drafts(states[0], size)) == int(triton_step.room_for_drafts(states[1], size))
-    plain, kernels = (module.pack(state, size) for module, state in zip((step, triton_step), states, strict=True))
+    assert int(packing.room_for_drafts(states[0], size)) == int(triton_step.room_for_drafts(states[1], size))
+    plain, kernels = (module.pack(state, size) for module, state in zip((packing, triton_step), states, strict=True))
     for name in ("ids_T", "sample_start_R1", "sampled_at_N"):
         assert same(getattr(plain, name), getattr(kernels, name)), name
     for part, records in (("rows", (plain.rows, kernels.rows)), ("sampling", (plain.sampling, kernels.sampling))):
-        for name in type(records[0]).__dataclass_fields__:
+        for name in type(records[0]).__dataclass_fields__.keys() - {"branches"}:
             assert same(getattr(records[0], name), getattr(records[1], name)), (part, name)
     sampled = torch.randint(3, 6, (size.num_samples,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     sampled[0] = -1 if seed % 2 else sampled[0]
@@ -105,7 +105,7 @@ def test_the_kernels_pack_and_commit_what_the_plain_step_does(seed: int, padding
 
 def test_drafts_are_taken_as_far_as_they_are_right() -> None:
     """By hand: slot 0 has two right drafts of three, slot 1 a right one that ends it, slot 2 none that is right."""
-    for module in (step, triton_step):
+    for pack, commit in ((packing.pack, step.commit), (triton_step.pack, triton_step.commit)):
         state = StepState(num_slots=3, max_length=20, num_table_pages=1, trash_page=1, device=DEVICE, max_drafts=3)
         for name, values in {"known": 5, "computed": 4, "limit": 20, "live": 1, "allotted": 4, "drafted": 3}.items():
             state[name][:3] = values
@@ -113,9 +113,9 @@ def test_drafts_are_taken_as_far_as_they_are_right() -> None:
         state["stops"][1, 0] = 12
         state["drafts"][:3] = torch.tensor([11, 12, 13])
         state["sources"][:3] = torch.tensor([1, 2, 3])
-        packed = module.pack(state, step.StepSizes(12, 3, 12, with_drafts=True, with_cuts=False))
+        packed = pack(state, packing.StepSizes(12, 3, 12, with_drafts=True, with_cuts=False))
         sampled = torch.tensor([11, 12, 9, 8, 11, 12, 13, 14, 7, 12, 13, 14], device=DEVICE)
-        module.commit(state, packed, sampled, torch.arange(12.0, device=DEVICE))
+        commit(state, packed, sampled, torch.arange(12.0, device=DEVICE))
         report = read_report(state.report.cpu())
         assert report.tokens[:3] == [[11, 12, 9], [11, 12], [7]]
         assert report.logprobs[:3] == [[0, 1, 2], [4, 5], [8]]
@@ -130,4 +130,4 @@ def test_a_slot_that_is_left_out_is_noticed() -> None:
     state, other = random_state(1), random_state(1)
     running = int((other["live"] * other["allotted"]).nonzero()[0])
     other["live"][running] = 0
-    assert not same(step.pack(state, sizes(state)).ids_T, triton_step.pack(other, sizes(state)).ids_T)
+    assert not same(packing.pack(state, sizes(state)).ids_T, triton_step.pack(other, sizes(state)).ids_T)

@@ -23,9 +23,11 @@ from transformers import PreTrainedModel
 from slipstream.draft import cpu_widths, match, widths
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.shelves import ALIGNMENT, MAX_MATCH, NO_TEXT, Shelving, Text, lay_out
+from slipstream.engine.packing import StepSizes
 from slipstream.engine.sequences import StepPlan
 from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Strategy
+from slipstream.engine.trees import KeptPath
 from slipstream.models.cached import KVPages, PackedRows
 from slipstream.rng import MASK32
 from slipstream.types import Request
@@ -107,13 +109,16 @@ class HistoryDrafter:
         if self.guesser is not None:
             self.guesser.attach(target, pages)
 
-    def draft(self, state: StepState, room: Tensor, *, num_rows: int, depth: int) -> None:
+    def draft(self, state: StepState, room: Tensor, sizes: StepSizes) -> None:
+        if sizes.branches > 1:
+            self._draft_trees(state, room, sizes)
+            return
         if self.library_B.device.type in KERNEL_DEVICES:
             from slipstream.draft import triton_widths  # a machine without a GPU may lack triton
 
             record = self.window_S, self.hits_S, self.tries_S
             width_S = triton_widths.earned_widths(state, self._rule, *record, self.max_drafts)
-            found_S = self._find_or_guess(state, width_S, num_rows, depth)
+            found_S = self._find_or_guess(state, width_S, sizes)
             triton_widths.share_out(self._rule, found_S, *record, room, state["drafted"])
             return
         started = time.perf_counter()
@@ -123,24 +128,37 @@ class HistoryDrafter:
         width_S = torch.empty_like(self.window_S)
         live = state["live"].numpy()
         _CPU.earned_widths(is_aimd, live, known, computed, allotted, limit, *earned, self.max_drafts, width_S.numpy())
-        found_S = self._find_or_guess(state, width_S, num_rows, depth)
+        found_S = self._find_or_guess(state, width_S, sizes)
         _CPU.share_out(is_aimd, found_S.numpy(), *earned, int(room), state["drafted"].numpy())
         self.spent_s += time.perf_counter() - started
 
-    def draft_plainly(self, state: StepState, room: Tensor) -> None:
-        """The plain twin of `draft`."""
+    def _draft_trees(self, state: StepState, room: Tensor, sizes: StepSizes) -> None:
+        """The library's continuations as ever, as far as trees are deep, and trees for all others; each slot has as
+        much of the room as any other, the model's likeliest drafts coming first."""
+        assert self.guesser is not None, "trees are of a learned drafter"
+        width_S = self._allowed(state)
+        found_S = self._find(state, width_S.clamp(max=sizes.depth))
+        found_S = self.guesser.guess_trees(state, width_S, found_S, sizes)
+        share = room // (found_S > 0).sum().clamp(min=1)
+        state["drafted"].copy_(torch.minimum(found_S, share))
+
+    def _allowed(self, state: StepState) -> Tensor:
+        """Drafts that each slot may have, whatever it has earned."""
         decodes_S = (state["live"] > 0) & (state["known"] - state["computed"] == 1)
         width_S = torch.minimum(state["allotted"] - 1, state["limit"] - state["known"] - 1)
-        width_S = torch.where(decodes_S, width_S.clamp(0, self.max_drafts), 0)
+        return torch.where(decodes_S, width_S.clamp(0, self.max_drafts), 0)
+
+    def draft_plainly(self, state: StepState, room: Tensor) -> None:
+        """The plain twin of `draft`."""
         caps_SK = widths.caps(self._rule, self.window_S, self.hits_S, self.tries_S)
-        width_S = torch.minimum(width_S, caps_SK[:, -1])
+        width_S = torch.minimum(self._allowed(state), caps_SK[:, -1])
         found_S = self._find(state, width_S)
         state["drafted"].copy_(widths.share_out(found_S, caps_SK, room))
 
-    def _find_or_guess(self, state: StepState, width_S: Tensor, num_rows: int, depth: int) -> Tensor:
+    def _find_or_guess(self, state: StepState, width_S: Tensor, sizes: StepSizes) -> Tensor:
         found_S = self._find(state, width_S)
-        if self.guesser is not None and depth:
-            found_S = self.guesser.guess(state, width_S, found_S, num_rows=num_rows, depth=depth)
+        if self.guesser is not None and sizes.depth:
+            found_S = self.guesser.guess(state, width_S, found_S, sizes)
         return found_S
 
     def _find(self, state: StepState, width_S: Tensor) -> Tensor:
@@ -173,8 +191,10 @@ class HistoryDrafter:
         )
         return found_S
 
-    def learn(self, state: StepState, rows: PackedRows) -> None:
-        if self.guesser is not None:
+    def learn(self, state: StepState, rows: PackedRows, kept: KeptPath | None = None) -> None:
+        if self.guesser is not None and kept is not None:
+            self.guesser.take_in_path(state, rows, kept)
+        elif self.guesser is not None:
             self.guesser.take_in(state, rows)
         self.learn_texts(state)
 

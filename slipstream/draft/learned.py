@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from slipstream.draft import growing
 from slipstream.draft.eagle import DraftModel, Features, draft_config
+from slipstream.engine.packing import StepSizes, sampling_rows
 from slipstream.engine.sampling import sample_rows
 from slipstream.engine.state import StepState
-from slipstream.engine.step import sampling_rows
+from slipstream.engine.trees import KeptPath
 from slipstream.models.cached import CachedRows, KVPages, PackedRows
 from slipstream.models.packed import head_logits
 from slipstream.models.weights import cast_weights, write_weights
@@ -40,7 +42,8 @@ class ModelGuesser:
         assert isinstance(weight, Tensor)
         self.model = DraftModel(draft_config(target.config), self._seed).to(weight.device).eval()
         cast_weights(self.model, weight.dtype)
-        self._target, self._pages, self._features = target, pages, Features(target)
+        self.pages = pages
+        self._target, self._features = target, Features(target)
         width = self.model.config.hidden_size
         self.hidden_SD = torch.zeros(self._num_slots + 1, width, dtype=weight.dtype, device=weight.device)
         """By slot: that of its last known token but one, which knows the last."""
@@ -52,42 +55,73 @@ class ModelGuesser:
 
     def take_in(self, state: StepState, rows: PackedRows) -> None:
         """After a step: what it ran, with what came of it."""
-        longest = state["tokens"].shape[1]
-        next_T = state["tokens"][rows.slot_T, (rows.position_T + 1).clamp(max=longest - 1)].long().clamp(min=0)
-        hidden_TD = self._forward(next_T, self.model.fc(self._features.take()), rows)
+        hidden_TD = self.forward(_followers(state, rows), self.model.fc(self._features.take()), rows)
         first_R = rows.length_R - rows.start_R1.diff()
         at_R = state["known"][rows.slot_R] - 2 - first_R
         here_R = (at_R >= 0) & (at_R < rows.start_R1.diff()) & (state["live"][rows.slot_R] > 0)
         place_R = (rows.start_R1[:-1] + at_R.clamp(min=0)).clamp(max=len(hidden_TD) - 1).long()
+        self._keep(rows.slot_R.long(), hidden_TD[place_R], here_R)
+
+    def take_in_path(self, state: StepState, rows: PackedRows, kept: KeptPath) -> None:
+        """After a step of trees: what was kept of it."""
+        hidden_TD = self.model.fc(self._features.take()[kept.at_T])
+        hidden_TD = self.forward(_followers(state, kept.rows), hidden_TD, kept.rows)
+        hidden_RID = hidden_TD.unflatten(0, (len(kept.count_R), -1))
+        last_R = (kept.count_R - 1).clamp(min=0).long()
+        hidden_RD = hidden_RID[torch.arange(len(last_R), device=last_R.device), last_R]
         slot_R = rows.slot_R.long()
-        self.hidden_SD.index_copy_(0, slot_R, hidden_TD[place_R])
+        self._keep(slot_R, hidden_RD, (kept.count_R > 0) & (state["live"][slot_R] > 0))
+
+    def _keep(self, slot_R: Tensor, hidden_RD: Tensor, here_R: Tensor) -> None:
+        self.hidden_SD.index_copy_(0, slot_R, hidden_RD)
         self.ready_S.index_copy_(0, slot_R, here_R.int())
 
-    def guess(self, state: StepState, width_S: Tensor, found_S: Tensor, *, num_rows: int, depth: int) -> Tensor:
+    def guess(self, state: StepState, width_S: Tensor, found_S: Tensor, sizes: StepSizes) -> Tensor:
         """Write drafts for slots that may have some and have none; how many each has then."""
+        wanted_S, slot_R = self._askers(state, width_S, found_S, sizes.num_rows)
+        start_R1 = torch.arange(sizes.num_rows + 1, dtype=torch.int32, device=slot_R.device)
+        hidden_RD, known_R = self.hidden_SD[slot_R], state["known"][slot_R]
+        for place in range(sizes.depth):
+            rows = sampling_rows(state, slot_R, (known_R + place).long())
+            tokens_R, _ = sample_rows(self.logits(hidden_RD), rows, with_cuts=False)
+            state["drafts"][slot_R, place] = tokens_R.int()
+            state["sources"][slot_R, place] = SOURCE
+            if place + 1 < sizes.depth:
+                position_R = (known_R - 1 + place).clamp(min=0).long() * (slot_R < state.trash_slot)
+                chain = PackedRows(slot_R, position_R, slot_R, start_R1, (position_R + 1).int(), state["table"])
+                hidden_RD = self.forward(tokens_R.clamp(min=0), hidden_RD, chain)
+        return torch.where(wanted_S, width_S.clamp(max=sizes.depth), found_S)
+
+    def guess_trees(self, state: StepState, width_S: Tensor, found_S: Tensor, sizes: StepSizes) -> Tensor:
+        """As `guess`, with several drafts after each, the likeliest first (`growing.py`); a chain where some are."""
+        wanted_S, slot_R = self._askers(state, width_S, found_S, sizes.num_rows)
+        state["parents"].copy_(torch.arange(state.max_drafts, device=slot_R.device) - 1)
+        growth = growing.grow(self, state, slot_R, depth=sizes.depth, branches=sizes.branches)
+        num = growth.tokens_RC.shape[1]
+        for name, values in (("drafts", growth.tokens_RC), ("parents", growth.parents_RC)):
+            state[name][slot_R, :num] = values.int()
+        state["sources"][slot_R, :num] = SOURCE
+        return torch.where(wanted_S, width_S.clamp(max=num), found_S)
+
+    def _askers(self, state: StepState, width_S: Tensor, found_S: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Which slots want the model's drafts, and these slots as rows, the trash slot after them."""
         wanted_S = (width_S > 0) & (found_S == 0) & (self.ready_S > 0)
         slots_S = torch.arange(len(wanted_S), device=wanted_S.device)
         row_S = torch.where(wanted_S, wanted_S.cumsum(0) - 1, num_rows).clamp(max=num_rows)
         slot_R1 = torch.full((num_rows + 1,), state.trash_slot, device=wanted_S.device).scatter_(0, row_S, slots_S)
-        slot_R = slot_R1[:num_rows]  # the last one is where all others landed
-        start_R1 = torch.arange(num_rows + 1, dtype=torch.int32, device=wanted_S.device)
-        hidden_RD, known_R = self.hidden_SD[slot_R], state["known"][slot_R]
-        for place in range(depth):
-            rows = sampling_rows(state, slot_R, (known_R + place).long())
-            tokens_R, _ = sample_rows(self._logits(hidden_RD), rows, with_cuts=False)
-            state["drafts"][slot_R, place] = tokens_R.int()
-            state["sources"][slot_R, place] = SOURCE
-            if place + 1 < depth:
-                position_R = (known_R - 1 + place).clamp(min=0).long() * (slot_R < state.trash_slot)
-                chain = PackedRows(slot_R, position_R, slot_R, start_R1, (position_R + 1).int(), state["table"])
-                hidden_RD = self._forward(tokens_R.clamp(min=0), hidden_RD, chain)
-        return torch.where(wanted_S, width_S.clamp(max=depth), found_S)
+        return wanted_S, slot_R1[:num_rows]  # the last one is where all others landed
 
-    def _forward(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> Tensor:
+    def forward(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> Tensor:
         embeds_TD = self._target.get_input_embeddings()(next_T)
         query, key, value = self.model.begin(embeds_TD, hidden_TD, rows.position_T)
-        attended = CachedRows(self._pages, rows).attend(DRAFT_LAYER, query, key, value, self.model.form)
+        attended = CachedRows(self.pages, rows).attend(DRAFT_LAYER, query, key, value, self.model.form)
         return self.model.finish(hidden_TD, attended)
 
-    def _logits(self, hidden_RD: Tensor) -> Tensor:
+    def logits(self, hidden_RD: Tensor) -> Tensor:
         return head_logits(self._target, self.model.head_input(hidden_RD))
+
+
+def _followers(state: StepState, rows: PackedRows) -> Tensor:
+    """The token that came after each of these."""
+    longest = state["tokens"].shape[1]
+    return state["tokens"][rows.slot_T, (rows.position_T + 1).clamp(max=longest - 1)].long().clamp(min=0)

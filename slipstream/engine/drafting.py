@@ -12,9 +12,11 @@ from typing import Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from slipstream.engine.packing import StepSizes
 from slipstream.engine.sequences import StepPlan
 from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Strategy
+from slipstream.engine.trees import KeptPath
 from slipstream.models.cached import KVPages, PackedRows
 from slipstream.types import Request
 
@@ -30,15 +32,16 @@ class Drafter(Protocol):
     def attach(self, target: PreTrainedModel, pages: KVPages) -> None:
         """Once, to the engine that it drafts for."""
 
-    def draft(self, state: StepState, room: Tensor, *, num_rows: int, depth: int) -> None:
-        """Write `drafted` for every slot, and for slots that decode `drafts` and their `sources` (from 1 on).
+    def draft(self, state: StepState, room: Tensor, sizes: StepSizes) -> None:
+        """Write `drafted` for every slot, and for slots that decode `drafts` and their `sources` (from 1 on); and their
+        `parents` in a step of trees.
 
-        At most `room` drafts of all slots together, a number on the device, and none beyond what is `allotted`. At most
-        `num_rows` slots run. `depth`: how far a learned drafter goes ahead.
+        At most `room` drafts of all slots together, a number on the device, and none beyond what is `allotted`.
         """
 
-    def learn(self, state: StepState, rows: PackedRows) -> None:
-        """Look at the report of the step that has just been committed, which ran these rows."""
+    def learn(self, state: StepState, rows: PackedRows, kept: KeptPath | None) -> None:
+        """Look at the report of the step that has just been committed, which ran these rows; and in a step of trees
+        kept these of them."""
 
     def tune(self, strategy: Strategy) -> None:
         """On the host, before the step is launched."""

@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 from slipstream.engine.batcher import Batcher
 from slipstream.engine.drafting import Drafter
 from slipstream.engine.graphs import GraphPool, fitted, padded
+from slipstream.engine.packing import StepSizes
 from slipstream.engine.pages import PagePool
 from slipstream.engine.sequences import PartialRollout, StepPlan
 from slipstream.engine.state import BROKEN, StepState, read_report
-from slipstream.engine.step import StepSizes, run_step
+from slipstream.engine.step import run_step
 from slipstream.engine.stopping import Decode, StopTexts
 from slipstream.engine.strategy import OFF, Demand, DraftCounts, DraftPolicy, Strategy
 from slipstream.models.cached import KVPages
@@ -211,7 +212,7 @@ class Engine:
             self._read(self._unread.popleft())
         self._batcher.send_back_running()
         self._batcher.forget_prompts()
-        self._pages.layers.clear()
+        self._pages.clear()
         if self._graphs is not None:
             self._graphs.clear()
         if weights and self._storage_bytes is None:
@@ -281,7 +282,7 @@ class Engine:
             self.drafter.tune(strategy)
         if not plan.num_tokens:
             return
-        sizes = self._sizes(plan, strategy.depth if plan.num_drafts else 0)
+        sizes = self._sizes(plan, strategy)
 
         def body() -> None:
             run_step(self.model, self._pages, self._state, sizes, self.drafter)
@@ -295,25 +296,26 @@ class Engine:
         self._num_forwards += 1
         self._prefill_tokens += plan.num_tokens - plan.num_drafts - len(plan.samplers)
 
-    def _sizes(self, plan: StepPlan, depth: int) -> StepSizes:
-        num_samples = len(plan.samplers) + plan.num_drafts
+    def _sizes(self, plan: StepPlan, strategy: Strategy) -> StepSizes:
+        num_tokens, num_samples = plan.num_tokens, len(plan.samplers) + plan.num_drafts
+        depth = strategy.depth if plan.num_drafts else 0
+        # Prompts beside trees would be computed a token at a time.
+        only_decodes = num_tokens == num_samples
         if self.device.type == "cpu":
-            return StepSizes(
-                num_tokens=max(plan.num_tokens, self._min_rows),
-                num_rows=plan.num_rows,
-                num_samples=max(num_samples, self._min_rows),
-                with_drafts=plan.num_drafts > 0,
-                with_cuts=plan.with_cuts,
-                depth=depth,
-            )
-        num_tokens = padded(plan.num_tokens)
+            num_rows = plan.num_rows
+            num_tokens, num_samples = max(num_tokens, self._min_rows), max(num_samples, self._min_rows)
+        else:
+            num_tokens = padded(num_tokens)
+            num_rows = min(num_tokens, self._state.num_slots)
+            num_samples = min(num_tokens, padded(max(1, num_samples)))
         return StepSizes(
             num_tokens=num_tokens,
-            num_rows=min(num_tokens, self._state.num_slots),
-            num_samples=min(num_tokens, padded(max(1, num_samples))),
+            num_rows=num_rows,
+            num_samples=num_samples,
             with_drafts=plan.num_drafts > 0,
             with_cuts=plan.with_cuts,
             depth=depth,
+            branches=strategy.branches if depth > 1 and only_decodes else 1,
         )
 
     def _tell_policy(self, launched: Launched, tokens: Sequence[Sequence[int]]) -> None:

@@ -114,11 +114,19 @@ def thresholds(x_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) 
 
 def gumbel_noise(seed_N2: Tensor, position_N: Tensor, vocab_size: int) -> Tensor:
     """Float32 noise [N, V] as `rng.gumbel` has it."""
+    return _noise_at(seed_N2, position_N, torch.arange(vocab_size, device=seed_N2.device))
+
+
+def noise_of(rows: SamplingRows, token_NK: Tensor) -> Tensor:
+    """What is added to the scores of these tokens: [N, K]; 0 in greedy rows."""
+    return _noise_at(rows.seed_N2, rows.position_N, token_NK).masked_fill(rows.greedy_N.unsqueeze(1), 0.0)
+
+
+def _noise_at(seed_N2: Tensor, position_N: Tensor, tokens: Tensor) -> Tensor:
     k0_N1, k1_N1 = row_keys(seed_N2, position_N)
-    token_V = torch.arange(vocab_size, device=seed_N2.device)
-    bits_NV = _mix(_mix((token_V + k0_N1) & MASK32) ^ k1_N1)
-    uniform_NV = (bits_NV.double() + 0.5) * 2.0**-32
-    return -torch.log(-torch.log(uniform_NV)).float()
+    bits = _mix(_mix((tokens + k0_N1) & MASK32) ^ k1_N1)
+    uniform = (bits.double() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log(uniform)).float()
 
 
 def row_keys(seed_N2: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,6 +69,7 @@ class StepState:
             "tokens": max_length,
             "drafts": max_drafts,
             "sources": max_drafts,
+            "parents": max_drafts,  # in a tree: the draft that a draft follows, -1 for the last known token
         }
         starts = accumulate((lines * width for width in widths.values()), initial=0)
         self._layout = {name: (start, width) for (name, width), start in zip(widths.items(), starts, strict=False)}
@@ -84,7 +85,7 @@ class StepState:
         return self.num_slots
 
     def __getitem__(self, name: str) -> Tensor:
-        """The view of a field: [S], or [S, width] for stops, table, tokens, drafts and sources."""
+        """The view of a field: [S], or [S, width] for stops, table, tokens, drafts, sources and parents."""
         start, width = self._layout[name]
         view = self._block[start : start + (self.num_slots + 1) * width]
         if name in _FLOATS:

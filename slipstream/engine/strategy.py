@@ -18,13 +18,16 @@ class Strategy:
     """Tokens that must match before what followed them is a draft; 0: nothing is matched."""
     depth: int = 0
     """How many tokens a learned drafter goes ahead where nothing matched; 0: it is not asked."""
+    branches: int = 1
+    """Alternatives that it pursues at each of them: from 2 on, drafts are a tree."""
 
     def __str__(self) -> str:
-        """Short enough for a table: 4 drafts each where 2 or more tokens match, or 3 of the model."""
+        """Short enough for a table: 4 drafts each where 2 or more tokens match, or the model's, 3 deep."""
         if not self.drafts_each:
             return "off"
         ways = [f"{self.min_match}+"] if self.min_match else []
-        ways += [f"model {self.depth}"] if self.depth else []
+        tree = f" x {self.branches}" if self.branches > 1 else ""
+        ways += [f"model {self.depth}{tree}"] if self.depth else []
         return f"{self.drafts_each:g} drafts, {' or '.join(ways)}"
 
 

@@ -23,6 +23,22 @@ from torch import Tensor
 from slipstream.models.attention import AttentionForm, attend_causally
 from slipstream.models.cpu_attention import attend_tokens
 
+NO_FORK, NO_PATH = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
+"""For the CPU kernel: no branches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """Rows of one token each, row t having token t, of which some are alternatives to one another: their keys cannot
+    lie where their positions are, so each token knows where its own and its ancestors' lie."""
+
+    place_T: Tensor
+    """Where a token's key is written, in its slot."""
+    fork_T: Tensor
+    """int32: the position from which on keys lie along the token's path; before it, at their positions."""
+    path_TD: Tensor
+    """int32: the places of the keys at positions fork, fork + 1 and so on, up to the token's own."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
@@ -41,6 +57,12 @@ class PackedRows:
     """int32: keys of the row's slot after this forward, its own tokens included; 0 for a row without tokens."""
     table_SW: Tensor
     """int32 page numbers; entries past a slot's last page point to the trash page."""
+    branches: Branches | None = None
+
+    @property
+    def place_T(self) -> Tensor:
+        """Where each token's key is written: at its position, unless it has alternatives."""
+        return self.position_T if self.branches is None else self.branches.place_T
 
 
 @dataclass
@@ -52,6 +74,8 @@ class KVPages:
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     arrivals: Tensor | None = None
     """On a GPU, what the attention kernel counts with; one for all layers, since they run one after another."""
+    addresses: tuple[int, dict[tuple[int, int, torch.dtype], Tensor]] | None = None
+    """On a GPU: where the layers lie, for `moving.py`, and how many tensors there were when it was made."""
 
     @property
     def trash_page(self) -> int:
@@ -76,6 +100,27 @@ class KVPages:
 
                 self.arrivals = new_arrivals(key.device)
         return self.layers[layer]
+
+    def clear(self) -> None:
+        """Give all of it back to the device."""
+        self.layers.clear()
+        self.addresses = None
+
+    def move(self, table_SW: Tensor, slot_R: Tensor, sources_RD: Tensor, targets_RD: Tensor) -> None:
+        """Copy keys and values within slots, from places to places not after them, in order."""
+        if table_SW.is_cuda:
+            from slipstream.models.moving import move_keys
+
+            move_keys(self, table_SW, slot_R, sources_RD, targets_RD)
+        else:
+            self.move_plainly(table_SW, slot_R, sources_RD, targets_RD)
+
+    def move_plainly(self, table_SW: Tensor, slot_R: Tensor, sources_RD: Tensor, targets_RD: Tensor) -> None:
+        size, slot_R1 = self.page_tokens, slot_R.unsqueeze(1)
+        source_page, target_page = (table_SW[slot_R1, places // size].long() for places in (sources_RD, targets_RD))
+        for keys, values in self.layers.values():
+            for tensor in (keys, values):
+                tensor[target_page, :, targets_RD % size] = tensor[source_page, :, sources_RD % size]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole pages: a sequence that goes on alone from a page it shared."""
@@ -111,7 +156,7 @@ class CachedRows:
 
     def _read_on_cpu(self, query: Tensor, keys: Tensor, values: Tensor, form: AttentionForm) -> Tensor:
         out = np.empty((*query.shape[:2], values.shape[-1]), np.float32)
-        sinks = form.sinks_H
+        sinks, branches = form.sinks_H, self.rows.branches
         attend_tokens(
             query.detach().float().contiguous().numpy(),
             keys.numpy(),
@@ -119,6 +164,8 @@ class CachedRows:
             self.rows.table_SW.numpy(),
             self.rows.slot_T.numpy(),
             self.rows.position_T.numpy(),
+            NO_FORK if branches is None else branches.fork_T.numpy(),
+            NO_PATH if branches is None else branches.path_TD.numpy(),
             np.float32(form.scaling),
             form.sliding_window or 0,
             np.float32(form.softcap or 0.0),
@@ -131,9 +178,9 @@ class CachedRows:
         """Where each token's keys lie, head by head, in the layer's pages seen as rows of D; made once a forward."""
         if num_kv_heads not in self._places_by_heads:
             rows, size = self.rows, self.pages.page_tokens
-            page_T = rows.table_SW[rows.slot_T, rows.position_T // size].long()
+            page_T = rows.table_SW[rows.slot_T, rows.place_T // size].long()
             row_TK = page_T.unsqueeze(1) * num_kv_heads + torch.arange(num_kv_heads, device=page_T.device)
-            place_TK = row_TK * size + (rows.position_T % size).unsqueeze(1)
+            place_TK = row_TK * size + (rows.place_T % size).unsqueeze(1)
             self._places_by_heads[num_kv_heads] = place_TK.flatten()
         return self._places_by_heads[num_kv_heads]
 
@@ -145,7 +192,11 @@ def attend_rows_plainly(query: Tensor, keys: Tensor, values: Tensor, rows: Packe
     for start, end, length, slot in zip(starts, starts[1:], lengths, slots, strict=False):
         if end == start:
             continue
-        pages = rows.table_SW[slot, : -(-length // keys.shape[2])].long()
-        key, value = (tensor[pages].transpose(1, 2).flatten(0, 1)[:length].to(query.dtype) for tensor in (keys, values))
+        places = torch.arange(length, device=query.device)
+        if rows.branches is not None:
+            fork = int(rows.branches.fork_T[start])
+            places[fork:] = rows.branches.path_TD[start, : max(0, length - fork)].long()
+        pages, size = rows.table_SW[slot].long(), keys.shape[2]
+        key, value = (tensor[pages[places // size], :, places % size].to(query.dtype) for tensor in (keys, values))
         out[start:end] = attend_causally(query[start:end], key, value, form)
     return out

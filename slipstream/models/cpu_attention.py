@@ -20,19 +20,22 @@ _FAST = {"reassoc", "contract", "nsz"}
 
 @numba.njit(parallel=True, fastmath=_FAST, cache=True)
 def attend_tokens(  # type: ignore[no-untyped-def]
-    query_THD, keys_PKCD, values_PKCD, table_SW, slot_T, position_T, scaling, window, softcap, sinks_H, out_THD
-):
+    query_THD, keys_PKCD, values_PKCD, table_SW, slot_T, position_T, fork_T, path_TD, scaling, window, softcap, sinks_H,
+    out_THD,
+):  # fmt: skip
     num_kv_heads, page_tokens, size = keys_PKCD.shape[1:]
     group, value_size = query_THD.shape[1] // num_kv_heads, values_PKCD.shape[3]
     for work in numba.prange(query_THD.shape[0] * num_kv_heads):
         token, kv_head = work // num_kv_heads, work % num_kv_heads
         pages, end = table_SW[slot_T[token]], position_T[token] + 1
         start = max(0, end - window) if window > 0 else 0
+        fork = fork_T[token] if fork_T.shape[0] > 0 else end
         first = kv_head * group
         weights = np.empty((group, end - start), np.float32)
         largest = np.full(group, -np.inf, np.float32)
         for at in range(start, end):
-            key_D = keys_PKCD[pages[at // page_tokens], kv_head, at % page_tokens]
+            place = at if at < fork else path_TD[token, at - fork]
+            key_D = keys_PKCD[pages[place // page_tokens], kv_head, place % page_tokens]
             for head in range(group):
                 score = np.float32(0)
                 for d in range(size):
@@ -54,7 +57,8 @@ def attend_tokens(  # type: ignore[no-untyped-def]
                 weights[head, at] /= total
         mix = np.zeros((group, value_size), np.float32)
         for at in range(start, end):
-            value_D = values_PKCD[pages[at // page_tokens], kv_head, at % page_tokens]
+            place = at if at < fork else path_TD[token, at - fork]
+            value_D = values_PKCD[pages[place // page_tokens], kv_head, place % page_tokens]
             for head in range(group):
                 share = weights[head, at - start]
                 for d in range(value_size):

@@ -68,7 +68,7 @@ def norm_rope_write(
         _array(cos.float()),
         _array(sin.float()),
         rows.slot_T.numpy(),
-        rows.position_T.numpy(),
+        rows.place_T.numpy(),
         rows.table_SW.numpy(),
         _array(query),
         keys.numpy(),
@@ -142,13 +142,13 @@ def _norm_rope_write(  # type: ignore[no-untyped-def]
     qkv_TXD, num_query, num_key,
     norms_query, query_N, query_eps, query_plus_one, query_centred,
     norms_key, key_N, key_eps, key_plus_one, key_centred,
-    cos_TR, sin_TR, slot_T, position_T, table_SW, query_THD, keys_PKCD, values_PKCD,
+    cos_TR, sin_TR, slot_T, place_T, table_SW, query_THD, keys_PKCD, values_PKCD,
 ):  # fmt: skip
     size, rotated, page_tokens = qkv_TXD.shape[2], cos_TR.shape[1], keys_PKCD.shape[2]
     half = rotated // 2
     for t in numba.prange(qkv_TXD.shape[0]):
-        page = table_SW[slot_T[t], position_T[t] // page_tokens]
-        offset = position_T[t] % page_tokens
+        page = table_SW[slot_T[t], place_T[t] // page_tokens]
+        offset = place_T[t] % page_tokens
         row_D = np.empty(size, np.float32)
         all_query, all_key = np.float32(0), np.float32(0)  # mean squares, for one norm over all heads of a token
         if norms_query and query_N.shape[0] != size:

@@ -60,6 +60,8 @@ def attend_paged(
     `num_workers` programs share the splits of a block of rows (by default as many as fill the GPU); bits are the same.
     `arrivals`: from `new_arrivals`, may not serve two calls at a time; by default made anew.
     """
+    branches = rows.branches
+    assert branches is None or len(rows.slot_R) == len(query_THD), "branching rows have one token each"
     num_tokens, num_heads, key_size = query_THD.shape
     _, num_kv_heads, page_tokens, value_size = values_PKCD.shape
     num_rows, table_width = rows.slot_R.shape[0], rows.table_SW.shape[1]
@@ -96,13 +98,15 @@ def attend_paged(
     num_buffers = min(2, int(BUFFER_SHARE * _shared_bytes(query_THD.device)) // page_bytes)
     _attend_splits[(num_blocks, num_kv_heads, num_workers)](
         query_THD, keys_PKCD, values_PKCD, rows.start_R1, rows.length_R, rows.slot_R, rows.table_SW, sinks,
+        *((out, out) if branches is None else (branches.fork_T, branches.path_TD)),
         out, peaks, weights, mixes, out if arrivals is None else arrivals,
         form.scaling, query_THD.stride(0), query_THD.stride(1),
         num_tokens, num_rows, num_kv_heads, table_width, num_splits, num_workers,
         IS_SHARED=is_shared, GROUP=group, BLOCK_ROWS=block_rows, BLOCK_TOKENS=block_tokens, PAGE_TOKENS=page_tokens,
         SPLIT_TOKENS=split_tokens, KEY_SIZE=key_size, PADDED_KEY_SIZE=padded_key_size, VALUE_SIZE=value_size,
         PADDED_VALUE_SIZE=padded_value_size, WINDOW=form.sliding_window or 0, SOFTCAP=form.softcap or 0.0,
-        HAS_SINKS=form.sinks_H is not None, JOINED_AT_ONCE=max(1, JOINED_ROWS // block_rows),
+        HAS_SINKS=form.sinks_H is not None, PATH=0 if branches is None else branches.path_TD.shape[1],
+        JOINED_AT_ONCE=max(1, JOINED_ROWS // block_rows),
         num_stages=1 + 2 * num_buffers,  # two stages each: a page's number is fetched, then its content
         num_warps=4, enable_fp_fusion=False, **overlap(out.device),
     )  # fmt: skip
@@ -172,13 +176,13 @@ def _normalise(peak_M, weight_M, mix_MV, sinks, head_M, valid_M, HAS_SINKS: tl.c
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_kv_heads", "table_width", "num_splits", "num_workers"])
 def _attend_splits(  # type: ignore[no-untyped-def]
-    query, keys, values, starts, lengths, slots, table, sinks, out, peaks, weights, mixes, arrivals,
+    query, keys, values, starts, lengths, slots, table, sinks, forks, paths, out, peaks, weights, mixes, arrivals,
     scaling, query_token_stride, query_head_stride,
     num_tokens, num_rows, num_kv_heads, table_width, num_splits, num_workers,
     IS_SHARED: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, KEY_SIZE: tl.constexpr, PADDED_KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr, PADDED_VALUE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, JOINED_AT_ONCE: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PATH: tl.constexpr, JOINED_AT_ONCE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One block of a row's tokens, with the query heads of one key/value head, over every num_workers-th split."""
     await_inputs(OVERLAPS)
@@ -229,7 +233,15 @@ def _attend_splits(  # type: ignore[no-untyped-def]
             end_page = tl.minimum((split + 1) * (SPLIT_TOKENS // PAGE_TOKENS), last_position // PAGE_TOKENS + 1)
             for page in range(first_page, end_page):
                 key_position_C = page * PAGE_TOKENS + index_C
-                place_C = (tl.load(line + page).to(tl.int64) * num_kv_heads + kv_head) * PAGE_TOKENS + index_C
+                if PATH:  # rows of one token: from the fork on, its keys lie along its path
+                    ahead_C = key_position_C - tl.load(forks + row)
+                    is_ahead_C = (ahead_C >= 0) & (key_position_C < length)
+                    stored_C = tl.load(paths + row * PATH + ahead_C, mask=is_ahead_C, other=0)
+                    stored_C = tl.where(is_ahead_C, stored_C, key_position_C)
+                    page_C = tl.load(line + stored_C // PAGE_TOKENS).to(tl.int64)
+                    place_C = (page_C * num_kv_heads + kv_head) * PAGE_TOKENS + stored_C % PAGE_TOKENS
+                else:
+                    place_C = (tl.load(line + page).to(tl.int64) * num_kv_heads + kv_head) * PAGE_TOKENS + index_C
                 at_CD = place_C[:, None] * KEY_SIZE + index_D[None, :]
                 if PADDED_KEY_SIZE == KEY_SIZE:
                     key_CD = tl.load(keys + at_CD)

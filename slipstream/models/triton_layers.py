@@ -160,7 +160,7 @@ def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
 @triton.jit
 def _norm_rope_write(
     qkv_ptr, query_ptr, keys_ptr, values_ptr, query_weight_ptr, key_weight_ptr, cos_ptr, sin_ptr,
-    slot_ptr, position_ptr, table_ptr, table_stride,
+    slot_ptr, place_ptr, table_ptr, table_stride,
     EPS: tl.constexpr, NORMS: tl.constexpr, AT_ONCE: tl.constexpr, ROUNDS_FIRST: tl.constexpr, PLUS_ONE: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -213,7 +213,7 @@ def _norm_rope_write(
     x = x.to(dtype)
 
     tl.store(query_ptr + (token * H + head) * D + dim, x, here & is_query)
-    position = tl.load(position_ptr + token).to(tl.int64)
+    position = tl.load(place_ptr + token).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)
     page = tl.load(table_ptr + slot * table_stride + position // PAGE_TOKENS).to(tl.int64)
     place = ((page * K + head) * PAGE_TOKENS + position % PAGE_TOKENS) * D + dim
@@ -229,7 +229,7 @@ def norm_rope_write(
     for pages in (keys, values):
         assert pages.is_contiguous() and pages.shape[1::2] == (num_key, size)
     assert qkv.is_contiguous() and rows.table_SW.stride(1) == 1
-    assert rows.slot_T.stride(0) == rows.position_T.stride(0) == 1
+    assert rows.slot_T.stride(0) == rows.place_T.stride(0) == 1
     cos, sin = (qkv, qkv) if rotary is None else (tensor.contiguous() for tensor in rotary)
     assert cos.dtype in (qkv.dtype, torch.float32)
     query = qkv.new_empty(num_tokens, num_query, size)
@@ -250,7 +250,7 @@ def norm_rope_write(
         cos,
         sin,
         rows.slot_T,
-        rows.position_T,
+        rows.place_T,
         rows.table_SW,
         rows.table_SW.stride(0),
         EPS=0.0 if norm is None else norm.eps,

@@ -1,0 +1,125 @@
+"""Trees of drafts from a learned drafter: at each level the likeliest few go on, each with its likeliest few.
+
+Of a token that follows, the likeliest are those with the highest score once the target's own noise is added, which is
+what the target will choose by; how far one is ahead of the others says how sure it is. A path is as sure as all its
+tokens together, and drafts are given in that order, so that whatever is cut off was the least likely. The tree is the
+drafter's own: its keys lie at places of their own, behind the text, until the step overwrites them.
+
+Axes: R rows, B branches, C drafts of a tree, W ways in, V vocabulary, L levels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.engine.packing import sampling_rows
+from slipstream.engine.sampling import SamplingRows, noise_of, sample_rows
+from slipstream.engine.state import StepState
+from slipstream.models.cached import Branches, KVPages, PackedRows
+
+FALLING = 1e-3
+"""A draft is this much less likely than the one before it even if it is sure, so that it never comes first."""
+
+
+class Grower(Protocol):
+    hidden_SD: Tensor
+    pages: KVPages
+
+    def forward(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> Tensor:
+        """The drafter's hidden states, its keys written."""
+
+    def logits(self, hidden_RD: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    tokens_RC: Tensor
+    parents_RC: Tensor
+    """The draft that each follows, always an earlier one; -1: the last known token."""
+
+
+def grow(drafter: Grower, state: StepState, slot_R: Tensor, *, depth: int, branches: int) -> Growth:
+    """As many drafts as a slot can have, of all that were thought of."""
+    num_rows, device = len(slot_R), slot_R.device
+    known_R1 = state["known"][slot_R].unsqueeze(1).long()
+    is_real_R1 = (slot_R < state.trash_slot).unsqueeze(1)
+    index_B = torch.arange(branches, device=device)
+    num_places = state["table"].shape[1] * drafter.pages.page_tokens
+    hidden_RBD = drafter.hidden_SD[slot_R].unsqueeze(1)
+    tokens_RWB, sureness_RWB = _likeliest(drafter, state, slot_R, hidden_RBD, known_R1, branches)
+    level_RC = sureness_RWB.flatten(1)
+    tokens, sureness = [tokens_RWB.flatten(1)], [level_RC]
+    parents = [torch.full_like(tokens[0], -1)]
+    chosen_RB, num_before = index_B.expand(num_rows, -1), 0
+    places_RBL = torch.empty(num_rows, branches, 0, dtype=torch.long, device=device)
+    hidden_RBD = hidden_RBD.expand(-1, branches, -1)
+    for level in range(1, depth):
+        position_RB = ((known_R1 + level - 2).clamp(min=0) * is_real_R1).expand(-1, branches)
+        here_RB = ((known_R1 - 1 + (level - 1) * branches).clamp(min=0) * is_real_R1) + index_B
+        here_RB = here_RB.clamp(max=num_places - 1)  # near the end of the longest texts some share a place
+        places_RBL = torch.cat([places_RBL, here_RB.unsqueeze(-1)], -1)
+        rows = _rows(state, slot_R, position_RB, (known_R1 - 1).clamp(min=0), places_RBL)
+        fed_T = tokens[-1].gather(1, chosen_RB).clamp(min=0).flatten()
+        hidden_RBD = drafter.forward(fed_T, hidden_RBD.flatten(0, 1), rows).unflatten(0, (num_rows, branches))
+        tokens_RWB, sureness_RWB = _likeliest(drafter, state, slot_R, hidden_RBD, known_R1 + level, branches)
+        level_RC = (level_RC.gather(1, chosen_RB).unsqueeze(-1) + sureness_RWB - FALLING).flatten(1)
+        tokens.append(tokens_RWB.flatten(1))
+        sureness.append(level_RC)
+        parents.append((num_before + chosen_RB).repeat_interleave(branches, 1))
+        num_before += tokens[-2].shape[1]
+        chosen_RB = level_RC.topk(branches, 1).indices
+        way_RB = chosen_RB // branches
+        places_RBL = places_RBL.gather(1, way_RB.unsqueeze(-1).expand_as(places_RBL))
+        hidden_RBD = hidden_RBD.gather(1, way_RB.unsqueeze(-1).expand_as(hidden_RBD))
+    return _best_first(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(sureness, 1), state.max_drafts)
+
+
+def _best_first(tokens_RC: Tensor, parents_RC: Tensor, sureness_RC: Tensor, most: int) -> Growth:
+    """What a draft follows is surer than itself, so it is among those given, and before it."""
+    order_RC = sureness_RC.topk(min(most, tokens_RC.shape[1]), 1).indices
+    rank_RC = torch.zeros_like(tokens_RC)
+    rank_RC.scatter_(1, order_RC, torch.arange(order_RC.shape[1], device=order_RC.device).expand_as(order_RC))
+    parent_RC = parents_RC.gather(1, order_RC)
+    return Growth(
+        tokens_RC.gather(1, order_RC), torch.where(parent_RC >= 0, rank_RC.gather(1, parent_RC.clamp(min=0)), -1)
+    )
+
+
+def _likeliest(
+    drafter: Grower, state: StepState, slot_R: Tensor, hidden_RWD: Tensor, position_R1: Tensor, branches: int
+) -> tuple[Tensor, Tensor]:
+    """Of each way the tokens that may come next, and how sure each is, as logarithms: [R, W, B] both."""
+    num_ways = hidden_RWD.shape[1]
+    rows = sampling_rows(state, slot_R.repeat_interleave(num_ways), position_R1.expand(-1, num_ways).flatten())
+    logits_NV = drafter.logits(hidden_RWD.flatten(0, 1)).contiguous()
+    found = []
+    for number in range(branches):
+        token_N, _ = sample_rows(logits_NV, rows, with_cuts=False)
+        found.append(_scored(logits_NV, rows, token_N.clamp(min=0)))
+        if number + 1 < branches:
+            logits_NV.scatter_(1, token_N.clamp(min=0).unsqueeze(1), -torch.inf)
+    tokens_NB, scores_NB = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
+    shape = len(slot_R), num_ways, branches
+    return tokens_NB.view(shape), scores_NB.log_softmax(1).view(shape)
+
+
+def _scored(logits_NV: Tensor, rows: SamplingRows, token_N: Tensor) -> tuple[Tensor, Tensor]:
+    token_N1 = token_N.unsqueeze(1)
+    x_N1 = logits_NV.gather(1, token_N1).float() * rows.inverse_temperature_N.unsqueeze(1)
+    return token_N, (x_N1 + noise_of(rows, token_N1)).squeeze(1).nan_to_num(nan=-1e4, posinf=1e4, neginf=-1e4)
+
+
+def _rows(state: StepState, slot_R: Tensor, position_RB: Tensor, fork_R1: Tensor, places_RBL: Tensor) -> PackedRows:
+    slot_T = slot_R.repeat_interleave(position_RB.shape[1])
+    position_T = position_RB.flatten()
+    start_T1 = torch.arange(len(slot_T) + 1, dtype=torch.int32, device=slot_T.device)
+    branches = Branches(
+        place_T=places_RBL[..., -1].flatten(),
+        fork_T=fork_R1.expand_as(position_RB).flatten().int(),
+        path_TD=places_RBL.flatten(0, 1).int().contiguous(),
+    )
+    return PackedRows(slot_T, position_T, slot_T, start_T1, (position_T + 1).int(), state["table"], branches)

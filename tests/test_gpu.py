@@ -11,7 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from slipstream.config import Algorithm, Training
+from slipstream.draft.history import HistoryDrafter
+from slipstream.draft.learned import ModelGuesser
 from slipstream.engine.engine import BrokenLogits, Engine
+from slipstream.engine.strategy import Always, Strategy
 from slipstream.models.attention import AttentionForm, Documents
 from slipstream.models.loading import load_model
 from slipstream.models.shapes import random_model
@@ -168,3 +171,21 @@ def test_training_gives_the_same_bits_every_time_if_asked_to() -> None:
     assert not torch.are_deterministic_algorithms_enabled(), "the engine must not pay for it"
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "strategy", [Strategy(4.0, 0, 4), Strategy(4.0, 1, 3), Strategy(12.0, 0, 4, 3), Strategy(8.0, 2, 3, 2)], ids=str
+)
+def test_a_learned_drafter_changes_no_bit_on_a_gpu(strategy: Strategy) -> None:
+    """Untaught, in chains and trees, alone and beside drafts from the group, with graphs."""
+    model = small_model()
+    groups = [requests_for(group, max_new_tokens=48) for group in range(3)]
+    plain = generate(Engine(model, max_sequences=16, max_length=96), groups)
+    drafter = HistoryDrafter(
+        num_slots=16, max_drafts=16, library_tokens=1 << 14, device=torch.device("cuda"),
+        guesser=ModelGuesser(num_slots=16),
+    )  # fmt: skip
+    engine = Engine(model, max_sequences=16, max_length=96, drafter=drafter, policy=Always(strategy))
+    for _ in range(2):  # eagerly and captured
+        assert generate(engine, groups) == plain
+    assert engine.facts().num_graphs > 0 and engine.take_draft_counts().num_drafted > 0

@@ -16,7 +16,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from slipstream.models.attention import AttentionForm
-from slipstream.models.cached import PackedRows, attend_rows_plainly
+from slipstream.models.cached import Branches, KVPages, PackedRows, attend_rows_plainly
+from slipstream.models.moving import move_keys
 from slipstream.models.paged_attention import attend_paged
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -224,3 +225,60 @@ def test_bfloat16_on_the_gpu(num_heads: int, num_kv_heads: int, size: int) -> No
     for window in (None, 700):
         form = AttentionForm(size**-0.5, window)
         assert_pieces_agree(form, torch.bfloat16, num_heads, num_kv_heads, size, 40, 2100, 6, 64, 512)
+
+
+@pytest.mark.parametrize("form", ["plain", "window", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_along_a_path_the_bits_are_those_of_the_text(form: str, dtype: torch.dtype) -> None:
+    """Two alternatives behind a text of 45, and one more behind the second: each attends as if the others were not
+    there. Then the second path's keys move, and are found where they moved to."""
+    if dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        pytest.skip("Triton's interpreter has no bfloat16")
+    known, table = 45, make_rows([1, 1], [60, 60]).table_SW
+    pages = KVPages(8, PAGE_TOKENS)
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    for layer in range(2):
+        pages.layers[layer] = tuple(  # type: ignore[assignment]
+            torch.randn(9, 2, PAGE_TOKENS, 32, generator=generator, device=DEVICE, dtype=dtype) for _ in range(2)
+        )
+    keys, values = pages.layers[0]
+    query = torch.randn(4, 6, 32, generator=generator, device=DEVICE, dtype=dtype)
+    ways = [[], [known], [known + 1], [known + 1, known + 2]]
+
+    def number(values: list[int]) -> Tensor:
+        return torch.tensor(values, device=DEVICE)
+
+    lengths = number([known + len(way) for way in ways])
+    rows = PackedRows(
+        slot_T=number([0] * 4),
+        position_T=lengths - 1,
+        slot_R=number([0] * 4),
+        start_R1=torch.arange(5, dtype=torch.int32, device=DEVICE),
+        length_R=lengths.int(),
+        table_SW=table,
+        branches=Branches(
+            place_T=number([known - 1, known, known + 1, known + 2]),
+            fork_T=number([2**30, known, known, known]).int(),
+            path_TD=torch.tensor([(way + [0, 0])[:2] for way in ways], dtype=torch.int32, device=DEVICE),
+        ),
+    )
+    attended = attend_in_short_splits(query, keys, values, rows, FORMS[form])
+    assert error(attended, query, keys, values, rows, FORMS[form]) < (1e-5 if dtype == torch.float32 else 2e-2)
+    size = PAGE_TOKENS
+    for place, way in enumerate(ways):
+        copies = [tensor.clone() for tensor in (keys, values)]
+        for copied, tensor in zip(copies, (keys, values), strict=True):
+            for position, at in enumerate(way, start=known):
+                copied[table[0, position // size], :, position % size] = tensor[table[0, at // size], :, at % size]
+        alone = replace(rows, branches=None)
+        alone = take(alone, place, 0, 1)
+        text = attend_in_short_splits(query[place : place + 1], *copies, alone, FORMS[form])
+        assert torch.equal(text[0], attended[place])
+    moved = [number([[known + 1, known + 2]]), number([[known, known + 1]])]
+    plain = KVPages(8, PAGE_TOKENS, {layer: (k.clone(), v.clone()) for layer, (k, v) in pages.layers.items()})
+    plain.move_plainly(table, number([0]), *moved)
+    move_keys(pages, table, number([0]), *moved)
+    for layer in range(2):
+        assert all(torch.equal(*pair) for pair in zip(pages.layers[layer], plain.layers[layer], strict=True))
+    text = attend_in_short_splits(query[3:], keys, values, take(replace(rows, branches=None), 3, 0, 1), FORMS[form])
+    assert torch.equal(text[0], attended[3])

@@ -21,7 +21,7 @@ import torch
 
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.shelves import Text, shelf_tokens
-from slipstream.engine.packing import StepSizes
+from slipstream.engine.packing import DraftSizes
 from slipstream.engine.sequences import Running, Seat, StepPlan
 from slipstream.engine.state import StepState
 from slipstream.rng import derive_seed
@@ -105,7 +105,6 @@ def measure(rows: int, group: int, past: int, length: int, device: torch.device)
     room = torch.tensor(rows * MAX_DRAFTS, dtype=torch.int32, device=device)
     found_S = drafter._find(state, width_S)
     state.report[:-1, :2] = torch.tensor([2, 1], dtype=torch.int32)  # each had one draft, which was right
-    sizes = StepSizes(rows * (MAX_DRAFTS + 1), rows, rows * (MAX_DRAFTS + 1), with_drafts=True, with_cuts=False)
     return {
         "rows": rows,
         "group": group,
@@ -113,7 +112,7 @@ def measure(rows: int, group: int, past: int, length: int, device: torch.device)
         "length": length,
         "drafts_found": float(found_S[:-1].float().mean()),
         "search_us": median_us(lambda: drafter._find(state, width_S), device),
-        "draft_us": median_us(lambda: drafter.draft(state, room, sizes), device),
+        "draft_us": median_us(lambda: drafter.draft(state, room, DraftSizes(rows)), device),
         "learn_us": median_us(lambda: drafter.learn_texts(state), device),
     }
 

@@ -14,7 +14,7 @@ from slipstream.draft.eagle import DraftModel, Features, draft_config, feature_l
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.lesson import Lesson, lesson_loss
 from slipstream.engine.engine import Engine
-from slipstream.engine.packing import StepSizes
+from slipstream.engine.packing import DraftSizes
 from slipstream.engine.sampling import SamplingRows, sample_plainly
 from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Always, Strategy
@@ -106,7 +106,7 @@ def test_what_it_drafts_in_the_step_is_what_it_drafts_by_hand() -> None:
     seen: dict[int, list[int]] = {}
     guess = guesser.guess
 
-    def watched(state: StepState, width_S: Tensor, found_S: Tensor, sizes: StepSizes) -> Tensor:
+    def watched(state: StepState, width_S: Tensor, found_S: Tensor, sizes: DraftSizes) -> Tensor:
         found = guess(state, width_S, found_S, sizes)
         if found[0]:
             seen[int(state["known"][0])] = state["drafts"][0, :DEPTH].tolist()

@@ -12,7 +12,7 @@ from slipstream.draft import history as module
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.shelves import Text
 from slipstream.draft.widths import Rule
-from slipstream.engine.packing import StepSizes
+from slipstream.engine.packing import DraftSizes
 from slipstream.engine.sequences import Running, Seat, StepPlan
 from slipstream.engine.state import StepState
 from slipstream.types import Request, SamplingParams
@@ -80,8 +80,7 @@ def test_kernels_give_out_what_the_plain_rules_do(seed: int, rule: Rule, device:
     for room in (0, 3, 11, 100):
         drafter, state = random_case(seed, rule, device)
         other = copy.deepcopy(state)
-        sizes = StepSizes(200, state.num_slots, 200, with_drafts=True, with_cuts=False)
-        drafter.draft(state, torch.tensor(room, device=device), sizes)
+        drafter.draft(state, torch.tensor(room, device=device), DraftSizes(state.num_slots))
         drafter.draft_plainly(other, torch.tensor(room, device=device))
         assert torch.equal(state["drafted"], other["drafted"]) and state["drafted"].sum() <= room
         given.append(int(state["drafted"].sum()))

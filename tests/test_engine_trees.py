@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.draft.learned import ModelGuesser
 from slipstream.engine.engine import Engine
-from slipstream.engine.packing import StepSizes, pack
+from slipstream.engine.packing import DraftSizes, StepSizes, pack
 from slipstream.engine.state import NO_TOKEN, StepState, read_report
 from slipstream.engine.strategy import Always, Strategy
 from slipstream.engine.trees import branch, commit, tree_paths
@@ -62,7 +62,7 @@ def test_the_first_way_through_a_tree_is_the_chain() -> None:
     seen: dict[int, tuple[list[int], list[int]]] = {}
     guess = guesser.guess_trees
 
-    def watched(state: StepState, width_S: Tensor, found_S: Tensor, sizes: StepSizes) -> Tensor:
+    def watched(state: StepState, width_S: Tensor, found_S: Tensor, sizes: DraftSizes) -> Tensor:
         found = guess(state, width_S, found_S, sizes)
         if found[0]:
             count = int(found[0])

@@ -259,7 +259,7 @@ def test_along_a_path_the_bits_are_those_of_the_text(form: str, dtype: torch.dty
         branches=Branches(
             place_T=number([known - 1, known, known + 1, known + 2]),
             fork_T=number([2**30, known, known, known]).int(),
-            path_TD=torch.tensor([(way + [0, 0])[:2] for way in ways], dtype=torch.int32, device=DEVICE),
+            path_TD=torch.tensor([[*way, 0, 0][:2] for way in ways], dtype=torch.int32, device=DEVICE),
         ),
     )
     attended = attend_in_short_splits(query, keys, values, rows, FORMS[form])

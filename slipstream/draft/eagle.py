@@ -117,6 +117,11 @@ class DraftModel(nn.Module):
     def head_input(self, hidden_TD: Tensor) -> Tensor:
         return self.norm(hidden_TD)  # type: ignore[no-any-return]
 
+    def turns(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary embedding, in float32: [T, D / H] both."""
+        cos, sin = self._rotary(torch.zeros(1, device=position_T.device), position_T.unsqueeze(0))
+        return cos[0], sin[0]
+
 
 class Features:
     """The target's hidden states that the drafter is given, caught as they pass in a forward."""

@@ -27,12 +27,13 @@ FALLING = 1e-3
 
 class Grower(Protocol):
     hidden_SD: Tensor
+    normed_SD: Tensor
     pages: KVPages
 
-    def forward(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> Tensor:
-        """The drafter's hidden states, its keys written."""
+    def forward(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
+        """The drafter's hidden states, and what goes to the head; its keys are written."""
 
-    def logits(self, hidden_RD: Tensor) -> Tensor: ...
+    def logits(self, normed_RD: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,10 @@ def grow(drafter: Grower, state: StepState, slot_R: Tensor, *, depth: int, branc
     known_R1 = state["known"][slot_R].unsqueeze(1).long()
     is_real_R1 = (slot_R < state.trash_slot).unsqueeze(1)
     index_B = torch.arange(branches, device=device)
-    num_places = state["table"].shape[1] * drafter.pages.page_tokens
+    longest, num_places = state["tokens"].shape[1], state["table"].shape[1] * drafter.pages.page_tokens
     hidden_RBD = drafter.hidden_SD[slot_R].unsqueeze(1)
-    tokens_RWB, sureness_RWB = _likeliest(drafter, state, slot_R, hidden_RBD, known_R1, branches)
+    normed_RWD = drafter.normed_SD[slot_R].unsqueeze(1)
+    tokens_RWB, sureness_RWB = _likeliest(drafter, state, slot_R, normed_RWD, known_R1, branches)
     level_RC = sureness_RWB.flatten(1)
     tokens, sureness = [tokens_RWB.flatten(1)], [level_RC]
     parents = [torch.full_like(tokens[0], -1)]
@@ -58,14 +60,15 @@ def grow(drafter: Grower, state: StepState, slot_R: Tensor, *, depth: int, branc
     places_RBL = torch.empty(num_rows, branches, 0, dtype=torch.long, device=device)
     hidden_RBD = hidden_RBD.expand(-1, branches, -1)
     for level in range(1, depth):
-        position_RB = ((known_R1 + level - 2).clamp(min=0) * is_real_R1).expand(-1, branches)
+        position_RB = ((known_R1 + level - 2).clamp(0, longest - 1) * is_real_R1).expand(-1, branches)
         here_RB = ((known_R1 - 1 + (level - 1) * branches).clamp(min=0) * is_real_R1) + index_B
         here_RB = here_RB.clamp(max=num_places - 1)  # near the end of the longest texts some share a place
         places_RBL = torch.cat([places_RBL, here_RB.unsqueeze(-1)], -1)
         rows = _rows(state, slot_R, position_RB, (known_R1 - 1).clamp(min=0), places_RBL)
         fed_T = tokens[-1].gather(1, chosen_RB).clamp(min=0).flatten()
-        hidden_RBD = drafter.forward(fed_T, hidden_RBD.flatten(0, 1), rows).unflatten(0, (num_rows, branches))
-        tokens_RWB, sureness_RWB = _likeliest(drafter, state, slot_R, hidden_RBD, known_R1 + level, branches)
+        hidden_TD, normed_TD = drafter.forward(fed_T, hidden_RBD.flatten(0, 1).contiguous(), rows)
+        hidden_RBD, normed_RWD = (one_TD.unflatten(0, (num_rows, branches)) for one_TD in (hidden_TD, normed_TD))
+        tokens_RWB, sureness_RWB = _likeliest(drafter, state, slot_R, normed_RWD, known_R1 + level, branches)
         level_RC = (level_RC.gather(1, chosen_RB).unsqueeze(-1) + sureness_RWB - FALLING).flatten(1)
         tokens.append(tokens_RWB.flatten(1))
         sureness.append(level_RC)
@@ -90,12 +93,12 @@ def _best_first(tokens_RC: Tensor, parents_RC: Tensor, sureness_RC: Tensor, most
 
 
 def _likeliest(
-    drafter: Grower, state: StepState, slot_R: Tensor, hidden_RWD: Tensor, position_R1: Tensor, branches: int
+    drafter: Grower, state: StepState, slot_R: Tensor, normed_RWD: Tensor, position_R1: Tensor, branches: int
 ) -> tuple[Tensor, Tensor]:
     """Of each way the tokens that may come next, and how sure each is, as logarithms: [R, W, B] both."""
-    num_ways = hidden_RWD.shape[1]
+    num_ways = normed_RWD.shape[1]
     rows = sampling_rows(state, slot_R.repeat_interleave(num_ways), position_R1.expand(-1, num_ways).flatten())
-    logits_NV = drafter.logits(hidden_RWD.flatten(0, 1)).contiguous()
+    logits_NV = drafter.logits(normed_RWD.flatten(0, 1)).contiguous()
     found = []
     for number in range(branches):
         token_N, _ = sample_rows(logits_NV, rows, with_cuts=False)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from slipstream.draft import cpu_widths, match, widths
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.shelves import ALIGNMENT, MAX_MATCH, NO_TEXT, Shelving, Text, lay_out
-from slipstream.engine.packing import StepSizes
+from slipstream.engine.packing import DraftSizes
 from slipstream.engine.sequences import StepPlan
 from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Strategy
@@ -105,11 +105,11 @@ class HistoryDrafter:
         self.window_S = new(num_slots + 1, widths.START_WIDTH)
         self.hits_S, self.tries_S = (new(num_slots + 1, dtype=torch.float32) for _ in range(2))
 
-    def attach(self, target: PreTrainedModel, pages: KVPages) -> None:
+    def attach(self, target: PreTrainedModel, pages: KVPages, max_length: int) -> None:
         if self.guesser is not None:
-            self.guesser.attach(target, pages)
+            self.guesser.attach(target, pages, max_length)
 
-    def draft(self, state: StepState, room: Tensor, sizes: StepSizes) -> None:
+    def draft(self, state: StepState, room: Tensor, sizes: DraftSizes) -> None:
         if sizes.branches > 1:
             self._draft_trees(state, room, sizes)
             return
@@ -132,7 +132,7 @@ class HistoryDrafter:
         _CPU.share_out(is_aimd, found_S.numpy(), *earned, int(room), state["drafted"].numpy())
         self.spent_s += time.perf_counter() - started
 
-    def _draft_trees(self, state: StepState, room: Tensor, sizes: StepSizes) -> None:
+    def _draft_trees(self, state: StepState, room: Tensor, sizes: DraftSizes) -> None:
         """The library's continuations as ever, as far as trees are deep, and trees for all others; each slot has as
         much of the room as any other, the model's likeliest drafts coming first."""
         assert self.guesser is not None, "trees are of a learned drafter"
@@ -155,7 +155,7 @@ class HistoryDrafter:
         found_S = self._find(state, width_S)
         state["drafted"].copy_(widths.share_out(found_S, caps_SK, room))
 
-    def _find_or_guess(self, state: StepState, width_S: Tensor, sizes: StepSizes) -> Tensor:
+    def _find_or_guess(self, state: StepState, width_S: Tensor, sizes: DraftSizes) -> Tensor:
         found_S = self._find(state, width_S)
         if self.guesser is not None and sizes.depth:
             found_S = self.guesser.guess(state, width_S, found_S, sizes)
@@ -191,11 +191,13 @@ class HistoryDrafter:
         )
         return found_S
 
-    def learn(self, state: StepState, rows: PackedRows, kept: KeptPath | None = None) -> None:
+    def learn(self, state: StepState, rows: PackedRows, kept: KeptPath | None, *, is_fed: bool) -> None:
         if self.guesser is not None and kept is not None:
             self.guesser.take_in_path(state, rows, kept)
-        elif self.guesser is not None:
+        elif self.guesser is not None and is_fed:
             self.guesser.take_in(state, rows)
+        elif self.guesser is not None:
+            self.guesser.remember(state, rows)
         self.learn_texts(state)
 
     def learn_texts(self, state: StepState) -> None:

@@ -18,16 +18,15 @@ from transformers import PreTrainedModel
 
 from slipstream.draft import growing
 from slipstream.draft.eagle import DraftModel, Features, draft_config
-from slipstream.engine.packing import StepSizes, sampling_rows
+from slipstream.draft.fast_eagle import FastDraft
+from slipstream.engine.packing import DraftSizes, sampling_rows
 from slipstream.engine.sampling import sample_rows
 from slipstream.engine.state import StepState
 from slipstream.engine.trees import KeptPath
-from slipstream.models.cached import CachedRows, KVPages, PackedRows
+from slipstream.models.cached import KVPages, PackedRows
 from slipstream.models.packed import head_logits
-from slipstream.models.weights import cast_weights, write_weights
+from slipstream.models.weights import after_writing, cast_weights, write_weights
 
-DRAFT_LAYER = -1
-"""Of the pages: where the drafter's keys are."""
 SOURCE = 4
 """Of `types.ORIGIN_NAMES`."""
 
@@ -36,63 +35,77 @@ class ModelGuesser:
     def __init__(self, *, num_slots: int, seed: int = 0) -> None:
         self._num_slots, self._seed = num_slots, seed
 
-    def attach(self, target: PreTrainedModel, pages: KVPages) -> None:
+    def attach(self, target: PreTrainedModel, pages: KVPages, max_length: int) -> None:
         """To the engine whose target it drafts for."""
         weight = target.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
-        self.model = DraftModel(draft_config(target.config), self._seed).to(weight.device).eval()
+        self.model = DraftModel(draft_config(target.config), self._seed).to(weight.device).eval().requires_grad_(False)
         cast_weights(self.model, weight.dtype)
         self.pages = pages
         self._target, self._features = target, Features(target)
+        self._fast = FastDraft(self.model, pages, max_length)
+        after_writing(self.model, self._fast.refresh)
         width = self.model.config.hidden_size
-        self.hidden_SD = torch.zeros(self._num_slots + 1, width, dtype=weight.dtype, device=weight.device)
-        """By slot: that of its last known token but one, which knows the last."""
+        self.hidden_SD, self.normed_SD = (
+            torch.zeros(self._num_slots + 1, width, dtype=weight.dtype, device=weight.device) for _ in range(2)
+        )
+        """By slot: that of its last known token but one, which knows the last; and what goes to the head."""
         self.ready_S = torch.zeros(self._num_slots + 1, dtype=torch.int32, device=weight.device)
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """New weights, in place: graphs stay valid."""
         write_weights(self.model, weights)
 
+    def remember(self, state: StepState, rows: PackedRows) -> None:
+        """After a step that no drafts of the model follow: keys of what it ran, for later."""
+        hidden_TD = self._fast.fuse(self._features.take())
+        self._fast.remember(self._embed(_followers(state, rows)), hidden_TD, rows)
+        self.ready_S.zero_()
+
     def take_in(self, state: StepState, rows: PackedRows) -> None:
         """After a step: what it ran, with what came of it."""
-        hidden_TD = self.forward(_followers(state, rows), self.model.fc(self._features.take()), rows)
+        hidden_TD, normed_TD = self.forward(_followers(state, rows), self._fast.fuse(self._features.take()), rows)
         first_R = rows.length_R - rows.start_R1.diff()
         at_R = state["known"][rows.slot_R] - 2 - first_R
         here_R = (at_R >= 0) & (at_R < rows.start_R1.diff()) & (state["live"][rows.slot_R] > 0)
         place_R = (rows.start_R1[:-1] + at_R.clamp(min=0)).clamp(max=len(hidden_TD) - 1).long()
-        self._keep(rows.slot_R.long(), hidden_TD[place_R], here_R)
+        self._keep(rows.slot_R.long(), hidden_TD[place_R], normed_TD[place_R], here_R)
 
     def take_in_path(self, state: StepState, rows: PackedRows, kept: KeptPath) -> None:
         """After a step of trees: what was kept of it."""
-        hidden_TD = self.model.fc(self._features.take()[kept.at_T])
-        hidden_TD = self.forward(_followers(state, kept.rows), hidden_TD, kept.rows)
-        hidden_RID = hidden_TD.unflatten(0, (len(kept.count_R), -1))
+        hidden_TD = self._fast.fuse(self._features.take()[kept.at_T])
+        hidden_TD, normed_TD = self.forward(_followers(state, kept.rows), hidden_TD, kept.rows)
+        num_rows = len(kept.count_R)
         last_R = (kept.count_R - 1).clamp(min=0).long()
-        hidden_RD = hidden_RID[torch.arange(len(last_R), device=last_R.device), last_R]
+        place_R = torch.arange(num_rows, device=last_R.device) * (len(hidden_TD) // num_rows) + last_R
         slot_R = rows.slot_R.long()
-        self._keep(slot_R, hidden_RD, (kept.count_R > 0) & (state["live"][slot_R] > 0))
+        here_R = (kept.count_R > 0) & (state["live"][slot_R] > 0)
+        self._keep(slot_R, hidden_TD[place_R], normed_TD[place_R], here_R)
 
-    def _keep(self, slot_R: Tensor, hidden_RD: Tensor, here_R: Tensor) -> None:
+    def _keep(self, slot_R: Tensor, hidden_RD: Tensor, normed_RD: Tensor, here_R: Tensor) -> None:
         self.hidden_SD.index_copy_(0, slot_R, hidden_RD)
+        self.normed_SD.index_copy_(0, slot_R, normed_RD)
         self.ready_S.index_copy_(0, slot_R, here_R.int())
 
-    def guess(self, state: StepState, width_S: Tensor, found_S: Tensor, sizes: StepSizes) -> Tensor:
+    def guess(self, state: StepState, width_S: Tensor, found_S: Tensor, sizes: DraftSizes) -> Tensor:
         """Write drafts for slots that may have some and have none; how many each has then."""
         wanted_S, slot_R = self._askers(state, width_S, found_S, sizes.num_rows)
+        longest = state["tokens"].shape[1]
         start_R1 = torch.arange(sizes.num_rows + 1, dtype=torch.int32, device=slot_R.device)
-        hidden_RD, known_R = self.hidden_SD[slot_R], state["known"][slot_R]
+        hidden_RD, normed_RD, known_R = self.hidden_SD[slot_R], self.normed_SD[slot_R], state["known"][slot_R]
         for place in range(sizes.depth):
             rows = sampling_rows(state, slot_R, (known_R + place).long())
-            tokens_R, _ = sample_rows(self.logits(hidden_RD), rows, with_cuts=False)
+            tokens_R, _ = sample_rows(self.logits(normed_RD), rows, with_cuts=False)
             state["drafts"][slot_R, place] = tokens_R.int()
             state["sources"][slot_R, place] = SOURCE
             if place + 1 < sizes.depth:
-                position_R = (known_R - 1 + place).clamp(min=0).long() * (slot_R < state.trash_slot)
+                # A text at its end has no page for what would come after: drafts there are never verified.
+                position_R = (known_R - 1 + place).clamp(0, longest - 1).long() * (slot_R < state.trash_slot)
                 chain = PackedRows(slot_R, position_R, slot_R, start_R1, (position_R + 1).int(), state["table"])
-                hidden_RD = self.forward(tokens_R.clamp(min=0), hidden_RD, chain)
+                hidden_RD, normed_RD = self.forward(tokens_R.clamp(min=0), hidden_RD, chain)
         return torch.where(wanted_S, width_S.clamp(max=sizes.depth), found_S)
 
-    def guess_trees(self, state: StepState, width_S: Tensor, found_S: Tensor, sizes: StepSizes) -> Tensor:
+    def guess_trees(self, state: StepState, width_S: Tensor, found_S: Tensor, sizes: DraftSizes) -> Tensor:
         """As `guess`, with several drafts after each, the likeliest first (`growing.py`); a chain where some are."""
         wanted_S, slot_R = self._askers(state, width_S, found_S, sizes.num_rows)
         state["parents"].copy_(torch.arange(state.max_drafts, device=slot_R.device) - 1)
@@ -111,14 +124,16 @@ class ModelGuesser:
         slot_R1 = torch.full((num_rows + 1,), state.trash_slot, device=wanted_S.device).scatter_(0, row_S, slots_S)
         return wanted_S, slot_R1[:num_rows]  # the last one is where all others landed
 
-    def forward(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> Tensor:
-        embeds_TD = self._target.get_input_embeddings()(next_T)
-        query, key, value = self.model.begin(embeds_TD, hidden_TD, rows.position_T)
-        attended = CachedRows(self.pages, rows).attend(DRAFT_LAYER, query, key, value, self.model.form)
-        return self.model.finish(hidden_TD, attended)
+    def forward(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
+        """The drafter's hidden states, and what goes to the head; its keys are written."""
+        return self._fast.forward(self._embed(next_T), hidden_TD, rows)
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        return head_logits(self._target, self.model.head_input(hidden_RD))
+    def logits(self, normed_RD: Tensor) -> Tensor:
+        return head_logits(self._target, normed_RD)
+
+    def _embed(self, next_T: Tensor) -> Tensor:
+        embeds: Tensor = self._target.get_input_embeddings()(next_T)
+        return embeds
 
 
 def _followers(state: StepState, rows: PackedRows) -> Tensor:

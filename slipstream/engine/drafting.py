@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.engine.packing import StepSizes
+from slipstream.engine.packing import DraftSizes
 from slipstream.engine.sequences import StepPlan
 from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Strategy
@@ -29,19 +29,19 @@ class Drafter(Protocol):
     spent_s: float
     """Seconds of drafting and learning so far, where a host's clock can tell: 0 on a GPU, which has them in a graph."""
 
-    def attach(self, target: PreTrainedModel, pages: KVPages) -> None:
-        """Once, to the engine that it drafts for."""
+    def attach(self, target: PreTrainedModel, pages: KVPages, max_length: int) -> None:
+        """Once, to the engine that it drafts for, whose sequences have so many tokens at most."""
 
-    def draft(self, state: StepState, room: Tensor, sizes: StepSizes) -> None:
+    def draft(self, state: StepState, room: Tensor, sizes: DraftSizes) -> None:
         """Write `drafted` for every slot, and for slots that decode `drafts` and their `sources` (from 1 on); and their
         `parents` in a step of trees.
 
         At most `room` drafts of all slots together, a number on the device, and none beyond what is `allotted`.
         """
 
-    def learn(self, state: StepState, rows: PackedRows, kept: KeptPath | None) -> None:
+    def learn(self, state: StepState, rows: PackedRows, kept: KeptPath | None, *, is_fed: bool) -> None:
         """Look at the report of the step that has just been committed, which ran these rows; and in a step of trees
-        kept these of them."""
+        kept these of them. `is_fed`: drafts of a model may be asked for in the next step."""
 
     def tune(self, strategy: Strategy) -> None:
         """On the host, before the step is launched."""

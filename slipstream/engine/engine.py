@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -25,11 +26,11 @@ from transformers import PreTrainedModel
 from slipstream.engine.batcher import Batcher
 from slipstream.engine.drafting import Drafter
 from slipstream.engine.graphs import GraphPool, fitted, padded
-from slipstream.engine.packing import StepSizes
+from slipstream.engine.packing import DraftSizes, StepSizes
 from slipstream.engine.pages import PagePool
 from slipstream.engine.sequences import PartialRollout, StepPlan
 from slipstream.engine.state import BROKEN, StepState, read_report
-from slipstream.engine.step import run_step
+from slipstream.engine.step import draft_step, run_step
 from slipstream.engine.stopping import Decode, StopTexts
 from slipstream.engine.strategy import OFF, Demand, DraftCounts, DraftPolicy, Strategy
 from slipstream.models.cached import KVPages
@@ -124,7 +125,7 @@ class Engine:
         assert (drafter is None) == (policy is None), "a drafter needs a policy, and a policy a drafter"
         self.drafter, self.policy = drafter, policy
         if drafter is not None:
-            drafter.attach(model, self._pages)
+            drafter.attach(model, self._pages, max_length)
         self._demand = Demand()
         self._last_done: torch.cuda.Event | float | None = None
         """When the step before the next one to be read was done, if nothing came between."""
@@ -282,41 +283,49 @@ class Engine:
             self.drafter.tune(strategy)
         if not plan.num_tokens:
             return
-        sizes = self._sizes(plan, strategy)
-
-        def body() -> None:
-            run_step(self.model, self._pages, self._state, sizes, self.drafter)
-
-        was_prepared = self._graphs is None or self._graphs.is_prepared(sizes)
-        if self._graphs is None:
-            body()
-        else:
-            self._graphs.run(sizes, body)
+        sizes, drafting = self._sizes(plan, strategy)
+        was_prepared = True
+        if drafting is not None:
+            assert self.drafter is not None
+            self._state.set_limits(sizes.num_tokens, sizes.num_samples)
+            was_prepared = self._run(drafting, partial(draft_step, self._state, drafting, self.drafter))
+        was_prepared &= self._run(sizes, partial(run_step, self.model, self._pages, self._state, sizes, self.drafter))
         self._unread.append(self._request_report(plan, batch, strategy, room, was_prepared))
         self._num_forwards += 1
         self._prefill_tokens += plan.num_tokens - plan.num_drafts - len(plan.samplers)
 
-    def _sizes(self, plan: StepPlan, strategy: Strategy) -> StepSizes:
-        num_tokens, num_samples = plan.num_tokens, len(plan.samplers) + plan.num_drafts
-        depth = strategy.depth if plan.num_drafts else 0
+    def _run(self, size: Hashable, body: Callable[[], None]) -> bool:
+        """By its graph, if there is one; whether it took as long as it will."""
+        if self._graphs is None:
+            body()
+            return True
+        was_prepared = self._graphs.is_prepared(size)
+        self._graphs.run(size, body)
+        return was_prepared
+
+    def _sizes(self, plan: StepPlan, strategy: Strategy) -> tuple[StepSizes, DraftSizes | None]:
+        num_tokens, num_rows, num_samples = plan.num_tokens, plan.num_rows, len(plan.samplers) + plan.num_drafts
         # Prompts beside trees would be computed a token at a time.
         only_decodes = num_tokens == num_samples
+        branches = strategy.branches if plan.num_drafts and only_decodes else 1
         if self.device.type == "cpu":
-            num_rows = plan.num_rows
             num_tokens, num_samples = max(num_tokens, self._min_rows), max(num_samples, self._min_rows)
+            num_askers = num_rows
         else:
-            num_tokens = padded(num_tokens)
+            num_tokens, num_askers = padded(num_tokens), min(padded(max(1, num_rows)), self._state.num_slots)
             num_rows = min(num_tokens, self._state.num_slots)
             num_samples = min(num_tokens, padded(max(1, num_samples)))
-        return StepSizes(
+        sizes = StepSizes(
             num_tokens=num_tokens,
             num_rows=num_rows,
             num_samples=num_samples,
             with_drafts=plan.num_drafts > 0,
             with_cuts=plan.with_cuts,
-            depth=depth,
-            branches=strategy.branches if depth > 1 and only_decodes else 1,
+            tree_depth=strategy.depth if branches > 1 else 0,
+            is_fed=strategy.depth > 0,
         )
+        drafting = DraftSizes(num_askers, strategy.depth, branches) if plan.num_drafts else None
+        return sizes, drafting
 
     def _tell_policy(self, launched: Launched, tokens: Sequence[Sequence[int]]) -> None:
         """How long the step took, if it only decoded, needed no preparation and came right after another."""

@@ -26,13 +26,25 @@ class StepSizes:
     num_rows: int
     num_samples: int
     with_drafts: bool
-    """Whether the drafter is asked."""
+    """Whether there are any."""
     with_cuts: bool
     """Whether any slot has top-k, top-p or min-p."""
+    tree_depth: int = 0
+    """From 1 on, drafts are trees, so deep at most."""
+    is_fed: bool = True
+    """Whether a learned drafter is made ready for drafts in the next step, or only kept up to date."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSizes:
+    """Of the drafting before a step, which has a CUDA graph of its own."""
+
+    num_rows: int
+    """At least the slots that decode."""
     depth: int = 0
     """How many tokens ahead a learned drafter goes, if there is one."""
     branches: int = 1
-    """Alternatives that it pursues at each; from 2 on, drafts are trees, `depth` deep at most."""
+    """Alternatives that it pursues at each; from 2 on, drafts are trees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +101,13 @@ def pack(state: StepState, sizes: StepSizes) -> PackedStep:
     )
 
 
-def room_for_drafts(state: StepState, sizes: StepSizes) -> Tensor:
+def room_for_drafts(state: StepState) -> Tensor:
     """A number on the device: how many drafts fit beside the tokens that must run."""
     due_S = (state["known"] - state["computed"]) * state["live"]
     count_S = torch.minimum(state["allotted"], due_S)
     num_samplers = ((count_S == due_S) & (count_S > 0)).sum()
-    return torch.minimum(sizes.num_tokens - count_S.sum(), sizes.num_samples - num_samplers)
+    num_tokens, num_samples = state.limits.unbind()
+    return torch.minimum(num_tokens - count_S.sum(), num_samples - num_samplers)
 
 
 def _drafted(state: StepState, sizes: StepSizes) -> Tensor:

@@ -79,6 +79,9 @@ class StepState:
         self["table"].fill_(trash_page)
         self.report = torch.zeros(lines, 2 + 3 * (max_drafts + 1), dtype=torch.int32, device=device)
         """A line a slot: the number of tokens, of drafts, then tokens, log-probabilities and origins."""
+        self.limits = torch.zeros(2, dtype=torch.int32, device=device)
+        """Tokens and samples that the next step has room for."""
+        self._limits = (0, 0)
 
     @property
     def trash_slot(self) -> int:
@@ -91,6 +94,13 @@ class StepState:
         if name in _FLOATS:
             return view.view(torch.float32)
         return view if name in _FIELDS else view.view(self.num_slots + 1, width)
+
+    def set_limits(self, num_tokens: int, num_samples: int) -> None:
+        """Without waiting for the device."""
+        if self._limits != (num_tokens, num_samples):
+            self._limits = num_tokens, num_samples
+            limits = torch.tensor(self._limits, dtype=torch.int32, pin_memory=self.limits.is_cuda)
+            self.limits.copy_(limits, non_blocking=True)
 
     def apply(self, plan: StepPlan) -> None:
         """Tell the device what the plan changes, without waiting for it."""

@@ -19,27 +19,34 @@ from transformers import PreTrainedModel
 
 from slipstream.engine import trees
 from slipstream.engine.drafting import Drafter
-from slipstream.engine.packing import PackedStep, StepSizes, pack, room_for_drafts
+from slipstream.engine.packing import DraftSizes, PackedStep, StepSizes, pack, room_for_drafts
 from slipstream.engine.sampling import sample_rows
 from slipstream.engine.state import NO_TOKEN, StepState
 from slipstream.models.cached import KVPages
 from slipstream.models.packed import row_logits
 
 
+def draft_step(state: StepState, sizes: DraftSizes, drafter: Drafter) -> None:
+    """Before a step with drafts: whatever the drafter has for the slots that decode."""
+    room_now = room_for_drafts
+    if state.report.is_cuda:
+        from slipstream.engine import triton_step  # a machine without a GPU may lack triton
+
+        room_now = triton_step.room_for_drafts
+    drafter.draft(state, room_now(state), sizes)
+
+
 def run_step(
     model: PreTrainedModel, pages: KVPages, state: StepState, sizes: StepSizes, drafter: Drafter | None = None
 ) -> None:
     """Run every live slot's allotted tokens, and note in `state.report` what was sampled."""
-    room_now, pack_now, commit_now = room_for_drafts, pack, commit
+    pack_now, commit_now = pack, commit
     if state.report.is_cuda:
         from slipstream.engine import triton_step  # a machine without a GPU may lack triton
 
-        room_now, pack_now, commit_now = triton_step.room_for_drafts, triton_step.pack, triton_step.commit
-    is_tree = sizes.branches > 1
-    if drafter is not None and sizes.with_drafts:
-        drafter.draft(state, room_now(state, sizes), sizes)
+        pack_now, commit_now = triton_step.pack, triton_step.commit
     step = pack_now(state, sizes)
-    tree = trees.branch(state, step, sizes.depth) if is_tree else None
+    tree = trees.branch(state, step, sizes.tree_depth) if sizes.tree_depth else None
     rows, sampling = (tree.rows, tree.sampling) if tree is not None else (step.rows, step.sampling)
     logits_NV = row_logits(model, step.ids_T, pages, rows, step.sampled_at_N)
     tokens_N, logprobs_N = sample_rows(logits_NV, sampling, with_cuts=sizes.with_cuts)
@@ -50,7 +57,7 @@ def run_step(
         kept = trees.commit(state, step, tree, tokens_N, logprobs_N)
         pages.move(state["table"], step.rows.slot_R, kept.sources_RD, kept.targets_RD)
     if drafter is not None:
-        drafter.learn(state, step.rows, kept)
+        drafter.learn(state, step.rows, kept, is_fed=sizes.is_fed)
 
 
 def commit(state: StepState, step: PackedStep, tokens_N: Tensor, logprobs_N: Tensor) -> None:

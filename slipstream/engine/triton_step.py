@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""`step.pack`, `commit` and `room_for_drafts`, the plain twins, as five Triton kernels instead of a hundred operations.
+"""`packing.pack`, `packing.room_for_drafts` and `step.commit`, the plain twins, in five Triton kernels, not a hundred.
 
 One program sees all slots (a few thousand at most), so the rows are found by one running sum. Sizes and launches follow
 from shapes alone: a CUDA graph can hold them.
@@ -71,12 +71,12 @@ def pack(state: StepState, sizes: StepSizes) -> PackedStep:
     return PackedStep(ids_T, rows, sample_start_R1, sampled_at_N, sampling, num_drafts)
 
 
-def room_for_drafts(state: StepState, sizes: StepSizes) -> Tensor:
+def room_for_drafts(state: StepState) -> Tensor:
     room = torch.empty((), dtype=torch.int32, device=state.report.device)
     num_lines = state.num_slots + 1
     _room[(1,)](
         *(state[name] for name in ("known", "computed", "allotted", "live")), room, num_lines,
-        sizes.num_tokens, sizes.num_samples, BLOCK=triton.next_power_of_2(num_lines), **overlap(room.device),
+        state.limits, BLOCK=triton.next_power_of_2(num_lines), **overlap(room.device),
     )  # fmt: skip
     return room
 
@@ -94,7 +94,7 @@ def commit(state: StepState, step: PackedStep, tokens_N: Tensor, logprobs_N: Ten
 
 @triton.jit
 def _room(
-    known_ptr, computed_ptr, allotted_ptr, live_ptr, room_out, num_lines, num_tokens, num_samples,
+    known_ptr, computed_ptr, allotted_ptr, live_ptr, room_out, num_lines, limits_ptr,
     BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     await_inputs(OVERLAPS)
@@ -104,6 +104,7 @@ def _room(
     due *= tl.load(live_ptr + slot, here, other=0)
     count = tl.minimum(tl.load(allotted_ptr + slot, here, other=0), due)
     samplers = tl.sum(((count == due) & (count > 0)).to(tl.int32), 0)
+    num_tokens, num_samples = tl.load(limits_ptr), tl.load(limits_ptr + 1)
     tl.store(room_out, tl.minimum(num_tokens - tl.sum(count, 0), num_samples - samplers))
 
 

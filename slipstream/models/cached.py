@@ -138,11 +138,16 @@ class CachedRows:
         self._places_by_heads: dict[int, Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+        keys, values = self.write(layer, key, value)
+        return self.read(query, keys, values, form)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values, with these among them."""
         keys, values = self.pages.of_layer(layer, key, value)
         index = self._places(key.shape[1])
         for pages, new in ((keys, key), (values, value)):
             pages.view(-1, new.shape[-1]).index_copy_(0, index, new.reshape(-1, new.shape[-1]).to(pages.dtype))
-        return self.read(query, keys, values, form)
+        return keys, values
 
     def read(self, query: Tensor, keys: Tensor, values: Tensor, form: AttentionForm) -> Tensor:
         """Attend over keys already written."""

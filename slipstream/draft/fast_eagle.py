@@ -1,0 +1,76 @@
+"""The drafter's forward in the engine's step: `eagle.DraftModel`, its plain twin, in fifteen kernels instead of fifty.
+
+It shares the model's parameters, has no backward, and keeps its keys in the target's pages, as one more layer.
+
+Axes: T packed tokens, D hidden size, F features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.draft.eagle import DraftModel
+from slipstream.models.cached import CachedRows, KVPages, PackedRows
+from slipstream.models.fused import Heads, Norm, kernels_for, norm_rope_plainly
+from slipstream.models.products import Product
+
+DRAFT_LAYER = -1
+"""Of the pages: where the drafter's keys are."""
+
+
+class FastDraft:
+    def __init__(self, model: DraftModel, pages: KVPages, max_length: int) -> None:
+        config, layer = model.config, model.midlayer
+        self._pages, self._form = pages, model.form
+        assert config.head_dim is not None and config.num_key_value_heads is not None
+        self._heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        attention = layer.self_attn
+        self._fuse = Product([model.fc])
+        self._qkv = Product([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._output = Product([attention.o_proj])
+        self._gate_up = Product([layer.mlp.gate_proj, layer.mlp.up_proj], "silu")
+        self._down = Product([layer.mlp.down_proj])
+        modules = layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, model.norm
+        self._of_embeds, self._of_hidden, self._of_mlp, self._last = (
+            Norm(module.weight.detach(), module.variance_epsilon) for module in modules
+        )
+        positions = torch.arange(max_length, device=model.fc.weight.device)
+        with torch.no_grad():
+            self._cosines, self._sines = model.turns(positions)
+
+    def refresh(self) -> None:
+        """The parameters were written."""
+        for product in (self._fuse, self._qkv, self._output, self._gate_up, self._down):
+            product.refresh()
+
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        return self._fuse(features_TF)
+
+    def remember(self, embeds_TD: Tensor, hidden_TD: Tensor, rows: PackedRows) -> None:
+        """Write keys and values, and nothing else: they follow from the input alone, in a model of one layer."""
+        self._write(embeds_TD, hidden_TD, rows)
+
+    def forward(self, embeds_TD: Tensor, hidden_TD: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
+        """The hidden states with which drafting goes on, and what goes to the target's head."""
+        kernels = kernels_for(hidden_TD)
+        query, keys, values = self._write(embeds_TD, hidden_TD, rows)
+        attended_TD = CachedRows(self._pages, rows).read(query, keys, values, self._form).flatten(1)
+        hidden_TD, normed_TD = kernels.add_norm(hidden_TD, self._output(attended_TD), None, 1.0, self._of_mlp)
+        inner = self._gate_up.activated(normed_TD, "silu", kernels.act_mul)
+        hidden_TD, normed_TD = kernels.add_norm(hidden_TD, self._down(inner), None, 1.0, self._last)
+        return hidden_TD, normed_TD
+
+    def _write(self, embeds_TD: Tensor, hidden_TD: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
+        kernels, heads = kernels_for(hidden_TD), self._heads
+        pairs = (embeds_TD, self._of_embeds), (hidden_TD, self._of_hidden)
+        both = torch.cat([kernels.add_norm(x_TD, None, None, 1.0, norm)[1] for x_TD, norm in pairs], -1)
+        qkv = self._qkv(both)
+        rotary = self._cosines[rows.position_T], self._sines[rows.position_T]
+        if kernels.norm_rope_write is None:
+            query, key, value = norm_rope_plainly(qkv, heads, rotary)
+            keys, values = CachedRows(self._pages, rows).write(DRAFT_LAYER, key, value)
+            return query, keys, values
+        views = qkv.unflatten(-1, (-1, heads.size))[:, heads.num_query :].chunk(2, 1)  # only their shapes are read
+        keys, values = self._pages.of_layer(DRAFT_LAYER, *views)
+        return kernels.norm_rope_write(qkv, heads, rotary, rows, keys, values), keys, values

@@ -1,8 +1,9 @@
 """Which way of drafting pays, as measured: for each size of batch the one that gives most tokens a second, or none.
 
 Pure: it is told what a step did and how long it took, and says what the next one should do. A new size of batch tries
-every way for a few steps; afterwards the best stays until another is clearly better, and the others are tried again,
-rarely, since texts change. So drafting that does not pay costs a step or two in a hundred.
+every way for a few steps, from few drafts to many, but for those that cannot win by what the others have shown;
+afterwards the best stays until another is clearly better, and the others are tried again, rarely, since texts change.
+So drafting that does not pay costs a step or two in a hundred.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ SETTLING = 2 * WINDOW
 """Steps after which a way that was just taken takes as long as it will."""
 HOPELESS = 0.85
 """A trial ends early when its way gives less than so many times the tokens of the best."""
+HOPELESS_AT_BEST = 0.97
+"""A way is not even tried if it could give no more than this."""
 CLEARLY = 1.03
 """So many times faster another way has to be before it takes over; to stop drafting, just faster."""
 
@@ -36,8 +39,16 @@ DEFAULT_STRATEGIES = (
     *(OFF, Strategy(0.5, 2), Strategy(1.0, 2)),
     *(Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1), Strategy(16.0, 1)),
 )
-MODEL_STRATEGIES = (OFF, Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4), Strategy(6.0, 0, 6))
-MIXED_STRATEGIES = (*DEFAULT_STRATEGIES, Strategy(2.0, 2, 2), Strategy(4.0, 1, 4), Strategy(8.0, 1, 4))
+MODEL_STRATEGIES = (
+    *(OFF, Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4), Strategy(6.0, 0, 6)),
+    *(Strategy(8.0, 0, 4, 3), Strategy(16.0, 0, 5, 4)),
+)
+MIXED_STRATEGIES = (
+    *DEFAULT_STRATEGIES,
+    *(Strategy(2.0, 2, 2), Strategy(4.0, 1, 4), Strategy(8.0, 1, 4), Strategy(8.0, 2, 4, 3)),
+)
+TREE_ROWS = 8
+"""Trees are tried with up to so many sequences: they verify many drafts of which most are wrong by design."""
 MANY_DRAFTS, FEW_ROWS = 8, 32
 """More drafts each than this are tried with up to so many sequences only, and once half as many have proved best."""
 
@@ -69,21 +80,49 @@ class _Bucket:
     """Tokens a sequence, and seconds."""
     tried_at: dict[Strategy, int] = field(default_factory=dict)
     """By way: the step of its last trial since the best way changed, which says that texts have."""
+    left_out: set[Strategy] = field(default_factory=set)
+    """Ways that could not win when their turn came; for the record, they are looked at again."""
     num_steps: int = 0
     since_trial: int = 0
 
     def untried(self) -> list[Strategy]:
         most = max(MANY_DRAFTS, 2 * self.best.drafts_each)
-        return [way for way in self.tokens if way not in self.costs and way.drafts_each <= most]
+        return [
+            way
+            for way in self.tokens
+            if way not in self.costs and way.drafts_each <= most and self.hope(way) >= HOPELESS_AT_BEST
+        ]
 
-    def rate(self, strategy: Strategy, errors: float = 0.0) -> float:
-        """Tokens a second and sequence; with so many standard errors more."""
+    def hope(self, way: Strategy) -> float:
+        """The rate that a way may have at best, against that of the best way, by those of its kind with fewer drafts:
+        more drafts bring less each, and cost no less each. Infinite while nothing speaks against it."""
+        kind = sorted(
+            (one for one in self.costs if one.kind == way.kind and 0 < one.drafts_each < way.drafts_each),
+            key=lambda one: one.drafts_each,
+        )
+        if not kind or self.best not in self.costs:
+            return math.inf
+        last, before = kind[-1], kind[-2] if len(kind) > 1 else OFF
+        more = (way.drafts_each - last.drafts_each) / (last.drafts_each - before.drafts_each)
+        tokens = self.mean_tokens(last, errors=1.0)
+        tokens += more * max(0.0, tokens - (self.mean_tokens(before) if before in self.costs else 1.0))
+        cost = self.costs[last]
+        if before != OFF:  # from none to some there is a step, which says nothing about more
+            cost += more * max(0.0, cost - self.costs[before])
+        return tokens / (cost * self.unit_s) / self.rate(self.best)
+
+    def mean_tokens(self, strategy: Strategy, errors: float = 0.0) -> float:
+        """A step and sequence; with so many standard errors more."""
         tokens = self.tokens[strategy]
         mean = sum(tokens) / len(tokens)
         if errors:
             variance = sum((one - mean) ** 2 for one in tokens) / len(tokens)
             mean += errors * math.sqrt(variance / len(tokens))
-        return mean / (self.costs[strategy] * self.unit_s)
+        return mean
+
+    def rate(self, strategy: Strategy, errors: float = 0.0) -> float:
+        """Tokens a second and sequence; with so many standard errors more."""
+        return self.mean_tokens(strategy, errors) / (self.costs[strategy] * self.unit_s)
 
     def follow_pace(self, seconds: float) -> None:
         """A step of the best way took so long: at first that says more about the way, whose steps come to be as large
@@ -187,6 +226,7 @@ class Selector:
             bucket.learn(strategy, counted)
             bucket.trial, bucket.trial_steps, bucket.since_trial = None, [], 0
             self._settle(batch, bucket)
+            self._note_hopeless(batch, bucket)
 
     def take_choices(self) -> list[Choice]:
         choices, self.choices = self.choices, []
@@ -236,7 +276,12 @@ class Selector:
         size = 1 << (max(1, batch) - 1).bit_length()
         if size not in self._buckets:
             window = max(WINDOW, WINDOW_ROWS // size)
-            ways = [way for way in self._strategies if way.drafts_each <= MANY_DRAFTS or size <= FEW_ROWS]
+            ways = [
+                way
+                for way in self._strategies
+                if size <= (TREE_ROWS if way.branches > 1 else FEW_ROWS)
+                or (way.drafts_each <= MANY_DRAFTS and way.branches == 1)
+            ]
             self._buckets[size] = _Bucket({way: deque(maxlen=window) for way in ways}, window)
         return self._buckets[size]
 
@@ -251,6 +296,13 @@ class Selector:
             self.choices.append(Choice(batch, fastest, f"{fastest} gives {gain:.2f} times the tokens of {bucket.best}"))
             bucket.take(fastest)
 
+    def _note_hopeless(self, batch: int, bucket: _Bucket) -> None:
+        for way in bucket.tokens:
+            if way not in bucket.costs and way not in bucket.left_out and bucket.hope(way) < HOPELESS_AT_BEST:
+                bucket.left_out.add(way)
+                reason = f"{way} is not tried: {bucket.hope(way):.2f} times the tokens of this at best"
+                self.choices.append(Choice(batch, bucket.best, reason))
+
 
 def _rate_at_best(steps: Sequence[tuple[float, float]], strategy: Strategy, batch: int) -> float:
     """As if one sequence more had had all its drafts right: tokens come in bursts, and a few steps may miss them."""
@@ -259,5 +311,5 @@ def _rate_at_best(steps: Sequence[tuple[float, float]], strategy: Strategy, batc
     return num_tokens / (num_rows + 1) / statistics.median(seconds for _, seconds in steps)
 
 
-def _plain(strategy: Strategy) -> tuple[float, int, int]:
-    return strategy.drafts_each, strategy.min_match, strategy.depth
+def _plain(strategy: Strategy) -> tuple[float, int, int, int]:
+    return strategy.drafts_each, strategy.min_match, strategy.depth, strategy.branches

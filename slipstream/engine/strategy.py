@@ -21,6 +21,11 @@ class Strategy:
     branches: int = 1
     """Alternatives that it pursues at each of them: from 2 on, drafts are a tree."""
 
+    @property
+    def kind(self) -> tuple[int, bool, bool]:
+        """Ways of one kind differ in how many drafts they make: what must match, whether a model is asked, and trees."""
+        return self.min_match, self.depth > 0, self.branches > 1
+
     def __str__(self) -> str:
         """Short enough for a table: 4 drafts each where 2 or more tokens match, or the model's, 3 deep."""
         if not self.drafts_each:

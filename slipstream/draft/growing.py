@@ -97,7 +97,7 @@ def _likeliest(
 ) -> tuple[Tensor, Tensor]:
     """Of each way the tokens that may come next, and how sure each is, as logarithms: [R, W, B] both."""
     num_ways = normed_RWD.shape[1]
-    rows = sampling_rows(state, slot_R.repeat_interleave(num_ways), position_R1.expand(-1, num_ways).flatten())
+    rows = sampling_rows(state, slot_R.repeat_interleave(num_ways), position_R1.expand(-1, num_ways).flatten().contiguous())
     logits_NV = drafter.logits(normed_RWD.flatten(0, 1)).contiguous()
     found = []
     for number in range(branches):
@@ -118,11 +118,11 @@ def _scored(logits_NV: Tensor, rows: SamplingRows, token_N: Tensor) -> tuple[Ten
 
 def _rows(state: StepState, slot_R: Tensor, position_RB: Tensor, fork_R1: Tensor, places_RBL: Tensor) -> PackedRows:
     slot_T = slot_R.repeat_interleave(position_RB.shape[1])
-    position_T = position_RB.flatten()
+    position_T = position_RB.flatten().contiguous()
     start_T1 = torch.arange(len(slot_T) + 1, dtype=torch.int32, device=slot_T.device)
     branches = Branches(
-        place_T=places_RBL[..., -1].flatten(),
-        fork_T=fork_R1.expand_as(position_RB).flatten().int(),
+        place_T=places_RBL[..., -1].flatten().contiguous(),
+        fork_T=fork_R1.expand_as(position_RB).flatten().int().contiguous(),
         path_TD=places_RBL.flatten(0, 1).int().contiguous(),
     )
     return PackedRows(slot_T, position_T, slot_T, start_T1, (position_T + 1).int(), state["table"], branches)

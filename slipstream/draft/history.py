@@ -137,7 +137,7 @@ class HistoryDrafter:
         much of the room as any other, the model's likeliest drafts coming first."""
         assert self.guesser is not None, "trees are of a learned drafter"
         width_S = self._allowed(state)
-        found_S = self._find(state, width_S.clamp(max=sizes.depth))
+        found_S = self._find_if(sizes, state, width_S.clamp(max=sizes.depth))
         found_S = self.guesser.guess_trees(state, width_S, found_S, sizes)
         share = room // (found_S > 0).sum().clamp(min=1)
         state["drafted"].copy_(torch.minimum(found_S, share))
@@ -156,10 +156,13 @@ class HistoryDrafter:
         state["drafted"].copy_(widths.share_out(found_S, caps_SK, room))
 
     def _find_or_guess(self, state: StepState, width_S: Tensor, sizes: DraftSizes) -> Tensor:
-        found_S = self._find(state, width_S)
+        found_S = self._find_if(sizes, state, width_S)
         if self.guesser is not None and sizes.depth:
             found_S = self.guesser.guess(state, width_S, found_S, sizes)
         return found_S
+
+    def _find_if(self, sizes: DraftSizes, state: StepState, width_S: Tensor) -> Tensor:
+        return self._find(state, width_S) if sizes.searches and self._longest_shelf else torch.zeros_like(width_S)
 
     def _find(self, state: StepState, width_S: Tensor) -> Tensor:
         """Write drafts and sources; how many were found, at most `width_S`."""

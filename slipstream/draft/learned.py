@@ -97,7 +97,7 @@ class ModelGuesser:
             rows = sampling_rows(state, slot_R, (known_R + place).long())
             tokens_R, _ = sample_rows(self.logits(normed_RD), rows, with_cuts=False)
             state["drafts"][slot_R, place] = tokens_R.int()
-            state["sources"][slot_R, place] = SOURCE
+            state["sources"][slot_R, place] = torch.full_like(slot_R, SOURCE, dtype=torch.int32)
             if place + 1 < sizes.depth:
                 # A text at its end has no page for what would come after: drafts there are never verified.
                 position_R = (known_R - 1 + place).clamp(0, longest - 1).long() * (slot_R < state.trash_slot)
@@ -113,7 +113,7 @@ class ModelGuesser:
         num = growth.tokens_RC.shape[1]
         for name, values in (("drafts", growth.tokens_RC), ("parents", growth.parents_RC)):
             state[name][slot_R, :num] = values.int()
-        state["sources"][slot_R, :num] = SOURCE
+        state["sources"][slot_R, :num] = torch.full_like(growth.tokens_RC, SOURCE, dtype=torch.int32)
         return torch.where(wanted_S, width_S.clamp(max=num), found_S)
 
     def _askers(self, state: StepState, width_S: Tensor, found_S: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -324,7 +324,7 @@ class Engine:
             tree_depth=strategy.depth if branches > 1 else 0,
             is_fed=strategy.depth > 0,
         )
-        drafting = DraftSizes(num_askers, strategy.depth, branches) if plan.num_drafts else None
+        drafting = DraftSizes(num_askers, strategy.depth, branches, strategy.min_match > 0) if plan.num_drafts else None
         return sizes, drafting
 
     def _tell_policy(self, launched: Launched, tokens: Sequence[Sequence[int]]) -> None:

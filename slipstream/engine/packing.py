@@ -45,6 +45,8 @@ class DraftSizes:
     """How many tokens ahead a learned drafter goes, if there is one."""
     branches: int = 1
     """Alternatives that it pursues at each; from 2 on, drafts are trees."""
+    searches: bool = True
+    """Whether drafts are looked for in the library."""
 
 
 @dataclass(frozen=True, slots=True)

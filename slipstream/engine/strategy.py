@@ -23,7 +23,7 @@ class Strategy:
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
-        """Ways of one kind differ in how many drafts they make: what must match, whether a model is asked, and trees."""
+        """Ways of one kind differ in how many drafts they make: what has to match, whether a model is asked, trees."""
         return self.min_match, self.depth > 0, self.branches > 1
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.draft.eagle import DraftModel
 from slipstream.models.cached import CachedRows, KVPages, PackedRows
-from slipstream.models.fused import Heads, Norm, kernels_for, norm_rope_plainly
+from slipstream.models.fused import Heads, Norm, kernels_for, norm_rope_plainly, normalise_plainly
 from slipstream.models.products import Product
 
 DRAFT_LAYER = -1
@@ -20,9 +20,9 @@ DRAFT_LAYER = -1
 
 
 class FastDraft:
-    def __init__(self, model: DraftModel, pages: KVPages, max_length: int) -> None:
+    def __init__(self, model: DraftModel, embeddings_VD: Tensor, pages: KVPages, max_length: int) -> None:
         config, layer = model.config, model.midlayer
-        self._pages, self._form = pages, model.form
+        self._pages, self._form, self._embeddings_VD = pages, model.form, embeddings_VD
         assert config.head_dim is not None and config.num_key_value_heads is not None
         self._heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         attention = layer.self_attn
@@ -47,25 +47,27 @@ class FastDraft:
     def fuse(self, features_TF: Tensor) -> Tensor:
         return self._fuse(features_TF)
 
-    def remember(self, embeds_TD: Tensor, hidden_TD: Tensor, rows: PackedRows) -> None:
+    def remember(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> None:
         """Write keys and values, and nothing else: they follow from the input alone, in a model of one layer."""
-        self._write(embeds_TD, hidden_TD, rows)
+        self._write(next_T, hidden_TD, rows)
 
-    def forward(self, embeds_TD: Tensor, hidden_TD: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
+    def forward(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
         """The hidden states with which drafting goes on, and what goes to the target's head."""
         kernels = kernels_for(hidden_TD)
-        query, keys, values = self._write(embeds_TD, hidden_TD, rows)
+        query, keys, values = self._write(next_T, hidden_TD, rows)
         attended_TD = CachedRows(self._pages, rows).read(query, keys, values, self._form).flatten(1)
         hidden_TD, normed_TD = kernels.add_norm(hidden_TD, self._output(attended_TD), None, 1.0, self._of_mlp)
         inner = self._gate_up.activated(normed_TD, "silu", kernels.act_mul)
         hidden_TD, normed_TD = kernels.add_norm(hidden_TD, self._down(inner), None, 1.0, self._last)
         return hidden_TD, normed_TD
 
-    def _write(self, embeds_TD: Tensor, hidden_TD: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
-        kernels, heads = kernels_for(hidden_TD), self._heads
-        pairs = (embeds_TD, self._of_embeds), (hidden_TD, self._of_hidden)
-        both = torch.cat([kernels.add_norm(x_TD, None, None, 1.0, norm)[1] for x_TD, norm in pairs], -1)
-        qkv = self._qkv(both)
+    def _write(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
+        kernels, heads, join = kernels_for(hidden_TD), self._heads, join_plainly
+        if hidden_TD.is_cuda:
+            from slipstream.draft import triton_eagle  # a machine without a GPU may lack triton
+
+            join = triton_eagle.join
+        qkv = self._qkv(join(next_T, self._embeddings_VD, hidden_TD, self._of_embeds, self._of_hidden))
         rotary = self._cosines[rows.position_T], self._sines[rows.position_T]
         if kernels.norm_rope_write is None:
             query, key, value = norm_rope_plainly(qkv, heads, rotary)
@@ -74,3 +76,7 @@ class FastDraft:
         views = qkv.unflatten(-1, (-1, heads.size))[:, heads.num_query :].chunk(2, 1)  # only their shapes are read
         keys, values = self._pages.of_layer(DRAFT_LAYER, *views)
         return kernels.norm_rope_write(qkv, heads, rotary, rows, keys, values), keys, values
+
+
+def join_plainly(ids_T: Tensor, embeddings_VD: Tensor, hidden_TD: Tensor, of_embeds: Norm, of_hidden: Norm) -> Tensor:
+    return torch.cat([normalise_plainly(embeddings_VD[ids_T], of_embeds), normalise_plainly(hidden_TD, of_hidden)], -1)

@@ -10,7 +10,7 @@ Axes: R rows, B branches, C drafts of a tree, W ways in, V vocabulary, L levels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -52,7 +52,10 @@ def grow(drafter: Grower, state: StepState, slot_R: Tensor, *, depth: int, branc
     longest, num_places = state["tokens"].shape[1], state["table"].shape[1] * drafter.pages.page_tokens
     hidden_RBD = drafter.hidden_SD[slot_R].unsqueeze(1)
     normed_RWD = drafter.normed_SD[slot_R].unsqueeze(1)
-    tokens_RWB, sureness_RWB = _likeliest(drafter, state, slot_R, normed_RWD, known_R1, branches)
+    tokens_RWB, sureness_RWB = _likeliest(
+        drafter, normed_RWD, sampling_rows(state, slot_R, known_R1.flatten()), branches
+    )
+    sampling = sampling_rows(state, slot_R.repeat_interleave(branches), known_R1.repeat_interleave(branches))
     level_RC = sureness_RWB.flatten(1)
     tokens, sureness = [tokens_RWB.flatten(1)], [level_RC]
     parents = [torch.full_like(tokens[0], -1)]
@@ -68,7 +71,9 @@ def grow(drafter: Grower, state: StepState, slot_R: Tensor, *, depth: int, branc
         fed_T = tokens[-1].gather(1, chosen_RB).clamp(min=0).flatten()
         hidden_TD, normed_TD = drafter.forward(fed_T, hidden_RBD.flatten(0, 1).contiguous(), rows)
         hidden_RBD, normed_RWD = (one_TD.unflatten(0, (num_rows, branches)) for one_TD in (hidden_TD, normed_TD))
-        tokens_RWB, sureness_RWB = _likeliest(drafter, state, slot_R, normed_RWD, known_R1 + level, branches)
+        tokens_RWB, sureness_RWB = _likeliest(
+            drafter, normed_RWD, replace(sampling, position_N=sampling.position_N + level), branches
+        )
         level_RC = (level_RC.gather(1, chosen_RB).unsqueeze(-1) + sureness_RWB - FALLING).flatten(1)
         tokens.append(tokens_RWB.flatten(1))
         sureness.append(level_RC)
@@ -92,28 +97,21 @@ def _best_first(tokens_RC: Tensor, parents_RC: Tensor, sureness_RC: Tensor, most
     )
 
 
-def _likeliest(
-    drafter: Grower, state: StepState, slot_R: Tensor, normed_RWD: Tensor, position_R1: Tensor, branches: int
-) -> tuple[Tensor, Tensor]:
+def _likeliest(drafter: Grower, normed_RWD: Tensor, rows: SamplingRows, branches: int) -> tuple[Tensor, Tensor]:
     """Of each way the tokens that may come next, and how sure each is, as logarithms: [R, W, B] both."""
-    num_ways = normed_RWD.shape[1]
-    rows = sampling_rows(state, slot_R.repeat_interleave(num_ways), position_R1.expand(-1, num_ways).flatten().contiguous())
     logits_NV = drafter.logits(normed_RWD.flatten(0, 1)).contiguous()
-    found = []
+    tokens, scores = [], []
     for number in range(branches):
         token_N, _ = sample_rows(logits_NV, rows, with_cuts=False)
-        found.append(_scored(logits_NV, rows, token_N.clamp(min=0)))
+        token_N1 = token_N.clamp(min=0).unsqueeze(1)
+        tokens.append(token_N1)
+        scores.append(logits_NV.gather(1, token_N1))
         if number + 1 < branches:
-            logits_NV.scatter_(1, token_N.clamp(min=0).unsqueeze(1), -torch.inf)
-    tokens_NB, scores_NB = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
-    shape = len(slot_R), num_ways, branches
-    return tokens_NB.view(shape), scores_NB.log_softmax(1).view(shape)
-
-
-def _scored(logits_NV: Tensor, rows: SamplingRows, token_N: Tensor) -> tuple[Tensor, Tensor]:
-    token_N1 = token_N.unsqueeze(1)
-    x_N1 = logits_NV.gather(1, token_N1).float() * rows.inverse_temperature_N.unsqueeze(1)
-    return token_N, (x_N1 + noise_of(rows, token_N1)).squeeze(1).nan_to_num(nan=-1e4, posinf=1e4, neginf=-1e4)
+            logits_NV.scatter_(1, token_N1, -torch.inf)
+    tokens_NB, x_NB = torch.cat(tokens, 1), torch.cat(scores, 1).float() * rows.inverse_temperature_N.unsqueeze(1)
+    score_NB = (x_NB + noise_of(rows, tokens_NB)).nan_to_num(nan=-1e4, posinf=1e4, neginf=-1e4)
+    shape = *normed_RWD.shape[:2], branches
+    return tokens_NB.view(shape), score_NB.log_softmax(1).view(shape)
 
 
 def _rows(state: StepState, slot_R: Tensor, position_RB: Tensor, fork_R1: Tensor, places_RBL: Tensor) -> PackedRows:

@@ -11,6 +11,7 @@ Axes: T packed tokens, R rows, S slots and the trash slot, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class ModelGuesser:
         cast_weights(self.model, weight.dtype)
         self.pages = pages
         self._target, self._features = target, Features(target)
-        self._fast = FastDraft(self.model, pages, max_length)
+        self._fast = FastDraft(self.model, weight.detach(), pages, max_length)
         after_writing(self.model, self._fast.refresh)
         width = self.model.config.hidden_size
         self.hidden_SD, self.normed_SD = (
@@ -59,7 +60,7 @@ class ModelGuesser:
     def remember(self, state: StepState, rows: PackedRows) -> None:
         """After a step that no drafts of the model follow: keys of what it ran, for later."""
         hidden_TD = self._fast.fuse(self._features.take())
-        self._fast.remember(self._embed(_followers(state, rows)), hidden_TD, rows)
+        self._fast.remember(_followers(state, rows), hidden_TD, rows)
         self.ready_S.zero_()
 
     def take_in(self, state: StepState, rows: PackedRows) -> None:
@@ -92,17 +93,18 @@ class ModelGuesser:
         wanted_S, slot_R = self._askers(state, width_S, found_S, sizes.num_rows)
         longest = state["tokens"].shape[1]
         start_R1 = torch.arange(sizes.num_rows + 1, dtype=torch.int32, device=slot_R.device)
-        hidden_RD, normed_RD, known_R = self.hidden_SD[slot_R], self.normed_SD[slot_R], state["known"][slot_R]
+        hidden_RD, normed_RD, known_R = self.hidden_SD[slot_R], self.normed_SD[slot_R], state["known"][slot_R].long()
+        rows, drafts = sampling_rows(state, slot_R, known_R), list[Tensor]()
         for place in range(sizes.depth):
-            rows = sampling_rows(state, slot_R, (known_R + place).long())
-            tokens_R, _ = sample_rows(self.logits(normed_RD), rows, with_cuts=False)
-            state["drafts"][slot_R, place] = tokens_R.int()
-            state["sources"][slot_R, place] = torch.full_like(slot_R, SOURCE, dtype=torch.int32)
+            token_R, _ = sample_rows(self.logits(normed_RD), replace(rows, position_N=known_R + place), with_cuts=False)
+            drafts.append(token_R.clamp(min=0))
             if place + 1 < sizes.depth:
                 # A text at its end has no page for what would come after: drafts there are never verified.
-                position_R = (known_R - 1 + place).clamp(0, longest - 1).long() * (slot_R < state.trash_slot)
+                position_R = (known_R - 1 + place).clamp(0, longest - 1) * (slot_R < state.trash_slot)
                 chain = PackedRows(slot_R, position_R, slot_R, start_R1, (position_R + 1).int(), state["table"])
-                hidden_RD, normed_RD = self.forward(tokens_R.clamp(min=0), hidden_RD, chain)
+                hidden_RD, normed_RD = self.forward(drafts[-1], hidden_RD, chain)
+        state["drafts"][slot_R, : sizes.depth] = torch.stack(drafts, 1).int()
+        state["sources"].index_fill_(0, slot_R, SOURCE)
         return torch.where(wanted_S, width_S.clamp(max=sizes.depth), found_S)
 
     def guess_trees(self, state: StepState, width_S: Tensor, found_S: Tensor, sizes: DraftSizes) -> Tensor:
@@ -113,7 +115,7 @@ class ModelGuesser:
         num = growth.tokens_RC.shape[1]
         for name, values in (("drafts", growth.tokens_RC), ("parents", growth.parents_RC)):
             state[name][slot_R, :num] = values.int()
-        state["sources"][slot_R, :num] = torch.full_like(growth.tokens_RC, SOURCE, dtype=torch.int32)
+        state["sources"].index_fill_(0, slot_R, SOURCE)
         return torch.where(wanted_S, width_S.clamp(max=num), found_S)
 
     def _askers(self, state: StepState, width_S: Tensor, found_S: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -126,17 +128,17 @@ class ModelGuesser:
 
     def forward(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
         """The drafter's hidden states, and what goes to the head; its keys are written."""
-        return self._fast.forward(self._embed(next_T), hidden_TD, rows)
+        return self._fast.forward(next_T, hidden_TD, rows)
 
     def logits(self, normed_RD: Tensor) -> Tensor:
         return head_logits(self._target, normed_RD)
 
-    def _embed(self, next_T: Tensor) -> Tensor:
-        embeds: Tensor = self._target.get_input_embeddings()(next_T)
-        return embeds
-
 
 def _followers(state: StepState, rows: PackedRows) -> Tensor:
     """The token that came after each of these."""
+    if state.report.is_cuda:
+        from slipstream.draft.triton_eagle import followers  # a machine without a GPU may lack triton
+
+        return followers(state["tokens"], rows.slot_T, rows.position_T)
     longest = state["tokens"].shape[1]
     return state["tokens"][rows.slot_T, (rows.position_T + 1).clamp(max=longest - 1)].long().clamp(min=0)

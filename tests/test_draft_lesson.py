@@ -136,6 +136,7 @@ def test_a_lesson_teaches() -> None:
         lesson_loss(draft, embed, head.requires_grad_(True), lesson, passes=1)
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 def test_in_half_precision_it_teaches_nearly_the_same() -> None:
     """As on a GPU."""
     model, draft = target(), sharp(5)

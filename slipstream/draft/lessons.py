@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -148,7 +149,8 @@ class Lessons:
             folder.mkdir(parents=True, exist_ok=True)
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
         except (OSError, SafetensorError) as error:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             self.disk_bytes = 0
             self.num_dropped += 1
             warnings.warn(f"no more texts for the drafter are put on the disk: {error}", stacklevel=2)
@@ -158,4 +160,5 @@ class Lessons:
     def _forget(self, text: Text | SpilledText) -> None:
         self._used[type(text)] -= text.num_bytes
         if isinstance(text, SpilledText):
-            text.path.unlink(missing_ok=True)
+            with suppress(OSError):
+                text.path.unlink(missing_ok=True)

@@ -69,8 +69,7 @@ class DrafterTrainer:
         self._settings = {"lr": lr, "betas": BETAS, "capturable": on_gpu}
         self._optimizer = torch.optim.AdamW(self.model.parameters(), **self._settings)  # type: ignore[arg-type]
         self._dtype = torch.bfloat16 if on_gpu else torch.float32
-        width = self.model.config.hidden_size
-        self._lesson = Lesson.room(LESSON_TOKENS, NUM_FEATURES * width, width, self._dtype, device)
+        self._lesson = self._room(LESSON_TOKENS)
         self._totals = torch.zeros(1 + 2 * PASSES, device=device)
         """Of updates that no metrics were taken of: the loss, and by pass how many were right and how many asked."""
         self._num_untold = 0
@@ -121,6 +120,8 @@ class DrafterTrainer:
         assert not self.is_busy, "its memory is in use"
         windows = self._draw(self.num_updates) if self._ahead is None else self._ahead.result()
         self._ahead = None
+        if self._stream is None:  # eagerly, padding would only cost time
+            self._lesson = self._room(sum(len(window.ids_T) for window in windows))
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             self._lesson.fill(windows, derive_seed("asked", self._seed, self.num_updates))
             if self._graph is None and self._graphs and self._stream is not None and self._num_eager >= EAGER_UPDATES:
@@ -211,6 +212,10 @@ class DrafterTrainer:
         if self._reader is not None:
             self._reader.shutdown()
         self.lessons.close()
+
+    def _room(self, num_tokens: int) -> Lesson:
+        width = self.model.config.hidden_size
+        return Lesson.room(num_tokens, NUM_FEATURES * width, width, self._dtype, self.device)
 
     def _draw(self, number: int) -> list[Window]:
         return self.lessons.draw(LESSON_TOKENS, self._seed, number)

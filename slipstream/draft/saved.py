@@ -1,9 +1,8 @@
 """The drafter in a checkpoint: one file beside the others, with its weights and all that its training goes on from.
 
 Written by a thread of its own from a copy on the host, after the checkpoint: that does not wait for it, the next one
-and the end of the run do. A file is complete (written under a temporary name, flushed, then renamed) and carries the
-hash of its tensors, so a lost or damaged one is noticed; it costs the drafter, never the run, since no token depends
-on it.
+and the end of the run do. A file is complete (written under a temporary name, flushed, then renamed) and carries its
+hash, so a lost or damaged one is noticed; that costs the drafter and never the run, since no token depends on it.
 """
 
 from __future__ import annotations
@@ -53,9 +52,10 @@ def load_drafter_state(checkpoint_folder: Path) -> DrafterState:
         with safe_open(path, framework="pt") as file:
             told = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if told["digest"] != _digest(tensors):
+        state = DrafterState(int(told["step"]), int(told["num_updates"]), told["target_digest"], tensors)
+        if told["digest"] != _digest(state):
             raise DrafterStateLost(f"{path} has other content than was saved (its hash differs)")
-        return DrafterState(int(told["step"]), int(told["num_updates"]), told["target_digest"], tensors)
+        return state
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         if isinstance(error, DrafterStateLost):
             raise
@@ -70,7 +70,7 @@ def save_drafter_state(checkpoint_folder: Path, state: DrafterState) -> None:
         "step": str(state.step),
         "num_updates": str(state.num_updates),
         "target_digest": state.target_digest,
-        "digest": _digest(state.tensors),
+        "digest": _digest(state),
     }
     try:
         save_file(state.tensors, partial, told)
@@ -109,9 +109,9 @@ class DrafterSaver:
         self._thread.shutdown()
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(tensors.items()):
+def _digest(state: DrafterState) -> str:
+    digest = hashlib.blake2b(f"{state.step} {state.num_updates} {state.target_digest}".encode(), digest_size=16)
+    for name, tensor in sorted(state.tensors.items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -11,6 +11,7 @@ from test_draft_history import tiny
 from test_draft_learned import CPU, sharp, target
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.draft import lesson as lesson_module
 from slipstream.draft.eagle import DraftModel, Features, draft_config
@@ -151,6 +152,32 @@ def test_in_half_precision_it_teaches_nearly_the_same() -> None:
     assert rough.loss.item() == pytest.approx(exact.loss.item(), rel=2e-2)
     pairs = zip(torch.autograd.grad(exact.loss, parameters), torch.autograd.grad(rough.loss, parameters), strict=True)
     assert all(ours.dtype == torch.float32 and (ours - own).norm() < 0.1 * own.norm() for own, ours in pairs)
+
+
+class HostReads(TorchDispatchMode):
+    """Operations whose outcome, or its shape, the host has to wait for: none can be in a CUDA graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal"):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_update_reads_nothing_on_the_host() -> None:
+    model, draft = target(), sharp(5)
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    lesson = packed(windows_of(model, TEXTS, 3), 64)
+    with HostReads() as reads:
+        lesson_loss(draft, embed, head, lesson, passes=4, most_positions=16).loss.backward()
+        nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+    assert reads.found == []
+    with HostReads() as reads:
+        assert lesson.features_TF[lesson.places_4T[2] > 0].sum().item() != 0.0
+    assert len(reads.found) == 2, "the watch can see"
 
 
 def student(seed: int = 0, **changes: Any) -> DrafterTrainer:

@@ -32,7 +32,7 @@ from slipstream.schedule.events import (
 
 WORKER = "local"
 TAIL_SEQUENCES = 32
-"""Fewer are left once nobody waits: the device computes less than it reads."""
+"""So many at most are left: the device has reading to do for them, and little to compute."""
 PUBLISH_EVERY = 4
 """Updates after which the engine gets the drafter, beside the end of the tail."""
 MOST_SLOWDOWN = 0.03

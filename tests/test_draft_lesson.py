@@ -162,7 +162,10 @@ class HostReads(TorchDispatchMode):
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal"):
+        name = func.overloadpacket.__name__
+        chosen = [one for one in args[1] if one is not None] if name in ("index", "index_put", "index_put_") else []
+        waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
+        if name in waits or any(one.dtype == torch.bool for one in chosen):
             self.found.append(str(func))
         return func(*args, **(kwargs or {}))
 

@@ -106,8 +106,8 @@ def lesson_loss(
     place_N = at_N - start_T[at_N]
     asked_JN = torch.stack([can_ask_T[at_N] * (place_N >= number) for number in range(passes)]).float()
     asked_J = asked_JN.sum(1)
-    fading_J = FADING ** torch.arange(passes, device=asked_J.device)
-    weight_JN = asked_JN * (fading_J / asked_J.clamp(min=1.0)).unsqueeze(1)
+    shares_JN = asked_JN / asked_J.clamp(min=1.0).unsqueeze(1)
+    weight_JN = torch.stack([share_N * FADING**number for number, share_N in enumerate(shares_JN)])
     with torch.no_grad():
         embeds_TD = embed(lesson.ids_T.roll(-1))
     hidden_TD = draft.fc(lesson.features_TF)

@@ -179,8 +179,8 @@ def _drafter(store: RunStore, metrics: Metrics) -> str:
     num_sessions = len(store.events("TrainRound"))
     if num_sessions:
         text += (
-            f", {sum(in_tail.values()):,.0f} of them beside the last sequences of rollouts, in {num_sessions} session(s) "
-            f"(events), which slowed that part by {sum(slowdown.values()) / max(1, len(slowdown)):.1%} on the mean"
+            f", {sum(in_tail.values()):,.0f} of them beside the last sequences of rollouts, in {num_sessions} "
+            f"session(s), which slowed that part by {sum(slowdown.values()) / max(1, len(slowdown)):.1%} on the mean"
         )
     right = metrics.get("drafter/right_at_1", {})
     if right:

@@ -132,10 +132,13 @@ class Drafter(Section):
     """The model of draft.source=drafter or both: one layer over the policy's hidden states."""
 
     updates: int = Field(16, ge=0)
-    """After each step of training, on texts of that step."""
+    """For each step of training. On a GPU as many as possible run beside the last sequences of its rollout, without
+    slowing them by more than 3 %; the others, and all on a CPU, come after it, on texts of that step."""
     lr: float = Field(3e-4, gt=0)
     memory_gb: float = Field(2.0, gt=0)
-    """For hidden states to learn from; what does not fit is left out."""
+    """On the policy's device, for hidden states to learn from; what does not fit goes to the disk."""
+    disk_gb: float = Field(8.0, ge=0)
+    """In the run folder, for those; what does not fit there either is left out."""
 
 
 class History(Section):

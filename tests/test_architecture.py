@@ -84,7 +84,7 @@ PURE = {
         "slipstream.engine.strategy",
     ],
     "history": [f"slipstream.history.{name}" for name in ("cache", "eviction", "format", "store", "takeover")],
-    "draft": [f"slipstream.draft.{name}" for name in ("shelves", "selector", "votes", "workloads")],
+    "draft": [f"slipstream.draft.{name}" for name in ("shelves", "selector", "throttle", "votes", "workloads")],
     "train": ["slipstream.train.algorithms", "slipstream.train.packing"],
     "tasks": [
         f"slipstream.tasks.{name}" for name in ("procedural", "rows", "sources", "verifiers", "rewards", "grading")

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slipstream.draft.eagle import DraftModel, Features, draft_config, feature_layers
 from slipstream.draft.learned import ModelGuesser
-from slipstream.draft.lesson import Lesson, lesson_loss
 from slipstream.engine.engine import Engine
 from slipstream.engine.packing import DraftSizes
 from slipstream.engine.sampling import SamplingRows, sample_plainly
@@ -118,49 +117,6 @@ def test_what_it_drafts_in_the_step_is_what_it_drafts_by_hand() -> None:
     assert len(seen) > 10
     ids = torch.tensor([*request.prompt_ids, *text])
     assert seen == {known: plain_chain(model, draft, ids[:known]) for known in seen}
-
-
-def lesson_of(model: Any, texts: list[list[int]], num_prompt: int) -> Lesson:
-    features, ids = Features(model), torch.tensor([token for text in texts for token in text])
-    lengths = tuple(map(len, texts))
-    with torch.no_grad():
-        last = document_hidden(model, ids, lengths)
-    return Lesson(ids, features.take(), last, lengths, (num_prompt,) * len(texts))
-
-
-def test_texts_packed_together_teach_what_each_teaches_alone() -> None:
-    """Documents do not see one another, at any pass; and the loss of the passes is that of the chain."""
-    model, draft = target(), sharp(5)
-    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    texts = [[5, 6, 7, *range(40, 52)], [5, 6, 8, *range(60, 72)]]
-
-    def loss(which: list[list[int]], passes: int) -> float:
-        return lesson_loss(draft, embed, head, lesson_of(model, which, 3), passes=passes)[0].item()
-
-    for passes in (1, 2, 4):
-        alone = [loss([text], passes) for text in texts]
-        assert loss(texts, passes) == pytest.approx(sum(alone) / 2, rel=1e-5)
-    changed = [texts[0], [9] * len(texts[1])]
-    _, hits = lesson_loss(draft, embed, head, lesson_of(model, changed, 3), passes=4)
-    assert len(hits) == 4 and loss(changed, 4) != pytest.approx(loss(texts, 4), rel=1e-3)
-
-
-def test_a_lesson_teaches() -> None:
-    """A text that repeats itself can be foretold at every pass."""
-    model, draft = target(), DraftModel(draft_config(tiny().config))
-    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    lesson = lesson_of(model, [[5, 6, 7, *[40, 41, 42] * 6]], 3)
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(40):
-        loss, hits = lesson_loss(draft, embed, head, lesson, passes=3)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 1.0 and min(hits) > 0.6
-    with pytest.raises(AssertionError, match="given gradients"):
-        lesson_loss(draft, embed, head.requires_grad_(True), lesson, passes=1)
 
 
 def test_features_are_taken_where_other_engines_take_them() -> None:

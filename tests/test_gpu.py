@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from transformers import PreTrainedModel
 from slipstream.config import Algorithm, Training
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.learned import ModelGuesser
+from slipstream.draft.online import EAGER_UPDATES, DrafterTrainer
 from slipstream.engine.engine import BrokenLogits, Engine
 from slipstream.engine.strategy import Always, Strategy
 from slipstream.models.attention import AttentionForm, Documents
 from slipstream.models.loading import load_model
+from slipstream.models.packed import document_hidden
 from slipstream.models.shapes import random_model
 from slipstream.models.weights import named_weights
 from slipstream.rng import derive_seed
@@ -189,3 +192,72 @@ def test_a_learned_drafter_changes_no_bit_on_a_gpu(strategy: Strategy) -> None:
     for _ in range(2):  # eagerly and captured
         assert generate(engine, groups) == plain
     assert engine.facts().num_graphs > 0 and engine.take_draft_counts().num_drafted > 0
+
+
+def taught_drafter(**changes: Any) -> DrafterTrainer:
+    """With texts of a random policy to learn from, one of them longer than a lesson."""
+    policy = random_model("smollm2-135m", dtype=torch.float32, device=torch.device("cuda"))
+    trainer = DrafterTrainer(policy, lr=1e-3, temperature=1.0, **{"memory_bytes": 10**9} | changes)
+    lengths = [100 + 150 * number for number in range(9)]
+    dice = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 200, (sum(lengths),), generator=dice).cuda()
+    with torch.no_grad():
+        last = document_hidden(policy, ids, lengths)
+    trainer.collect(ids, lengths, [length - 50 for length in lengths], last)
+    return trainer
+
+
+def test_a_captured_update_of_the_drafter_is_an_eager_one(tmp_path: Path) -> None:
+    """From the disk too, and after its state was loaded anew."""
+    first = {name: one.clone() for name, one in taught_drafter().weights()}
+    on_disk = {"memory_bytes": 0, "disk_bytes": 10**9, "folder": tmp_path / "lessons"}
+    captured, eager, spilled = taught_drafter(), taught_drafter(graphs=False), taught_drafter(**on_disk)
+    for trainer in (captured, eager, spilled):
+        trainer.train(4)
+        trainer.load_state_dict(trainer.state_dict(), trainer.num_updates)
+        trainer.train(EAGER_UPDATES + 5)
+    assert captured.trains_aside and spilled.trains_aside and not eager.trains_aside
+    wanted = dict(eager.weights())
+    for trainer in (captured, spilled):
+        for name, weight in trainer.weights():
+            moved = (wanted[name] - first[name]).norm()
+            assert moved > 0 and (weight - wanted[name]).norm() < 0.05 * moved, name
+    told = [trainer.take_metrics() for trainer in (captured, eager, spilled)]
+    assert told[0].keys() == told[1].keys() == told[2].keys() and told[0]["drafter/updates"] == 9 + EAGER_UPDATES
+    assert told[0]["drafter/loss"] == pytest.approx(told[1]["drafter/loss"], rel=1e-2)
+    assert told[2]["drafter/loss"] == pytest.approx(told[1]["drafter/loss"], rel=1e-2)
+    spilled.close()
+
+
+def drafting_engine() -> tuple[Engine, ModelGuesser]:
+    guesser = ModelGuesser(num_slots=32)
+    drafter = HistoryDrafter(num_slots=32, max_drafts=8, library_tokens=0, device=torch.device("cuda"), guesser=guesser)
+    model = random_model("smollm2-135m", dtype=torch.bfloat16, device=torch.device("cuda"))
+    policy = Always(Strategy(4.0, 0, 4))
+    return Engine(model, max_sequences=32, max_length=192, drafter=drafter, policy=policy), guesser
+
+
+def test_training_the_drafter_beside_decoding_changes_no_token() -> None:
+    wanted = {uid: one.token_ids for uid, one in generate(drafting_engine()[0], GROUPS).items()}
+    engine, guesser = drafting_engine()
+    trainer = taught_drafter()
+    trainer.train(EAGER_UPDATES + 1)
+    assert trainer.trains_aside
+    before = {name: one.clone() for name, one in named_weights(guesser.model)}
+    for _ in range(2):  # in the first round the engine's graphs are captured beside updates
+        for requests in GROUPS:
+            engine.submit(requests)
+        got, begun = dict[str, tuple[int, ...]](), trainer.num_updates
+        trainer.follow()
+        while engine.has_work:
+            got |= {rollout.request.uid: rollout.token_ids for rollout in engine.step()}
+            if not trainer.is_busy:
+                if trainer.num_updates % 2:
+                    guesser.write(trainer.weights())
+                    trainer.follow()
+                trainer.start()
+        trainer.finish()
+        assert got == wanted and trainer.num_updates > begun + 3
+    assert any(not torch.equal(one, before[name]) for name, one in named_weights(guesser.model))
+    assert all(torch.isfinite(one).all() for _, one in trainer.weights())
+    assert 0 < trainer.take_metrics()["drafter/loss"] < 100

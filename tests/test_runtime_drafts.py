@@ -13,12 +13,15 @@ from safetensors.torch import load_file
 
 from slipstream.config import build_config
 from slipstream.draft.learned import SOURCE
+from slipstream.draft.online import DrafterTrainer
+from slipstream.draft.saved import load_drafter_state
 from slipstream.draft.selector import Choice, Selector
 from slipstream.draft.shelves import HISTORY, OWN_TEXT, SIBLING
 from slipstream.engine.strategy import DraftCounts, Strategy
 from slipstream.history.format import HistoryStoreError
 from slipstream.history.store import HistoryStore
 from slipstream.observe.store import RunStore
+from slipstream.runtime import tail as tail_module
 from slipstream.runtime.drafting import draft_metrics, settle_source
 from slipstream.runtime.local import run_training
 from slipstream.types import ORIGIN_NAMES
@@ -112,6 +115,33 @@ def test_three_epochs_with_a_drafter_that_learns_are_three_epochs_without(
     assert rows[-1]["drafter/loss"] < 0.8 * rows[0]["drafter/loss"]
     first, last = (sum(row["rollout/spec_share_drafter"] for row in part) for part in (rows[:2], rows[-2:]))
     assert last > first and not (folder / "history.db").exists()
+
+
+def test_a_run_that_trains_in_the_tail_samples_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU such an update holds up the engine, so that it is not done there but for this test; and texts lie on the
+    disk."""
+    monkeypatch.setattr(Selector, "choose", lambda self, batch: Strategy(4.0, 0, 4))
+    monkeypatch.setattr(DrafterTrainer, "trains_aside", True)
+    monkeypatch.setattr(tail_module, "MOST_SLOWDOWN", 1e6)
+    short = {"warmup": None, "train": settings(tmp_path)["train"] | {"steps": 2}}
+    run_training(build_config(settings(tmp_path / "off", **short)), quiet=True)
+    drafter = {"updates": 2, "memory_gb": 1e-9}
+    run_training(
+        build_config(settings(tmp_path / "on", draft={"source": "drafter"}, drafter=drafter, **short)), quiet=True
+    )
+    assert rollouts(tmp_path / "on") == rollouts(tmp_path / "off") and told(tmp_path / "on") == told(tmp_path / "off")
+    rows = [row for row in rows_of(tmp_path / "on") if row["step"] > 0]
+    assert [row["drafter/updates_in_tail"] for row in rows] == [0.0, 2.0]
+    assert [row["drafter/updates"] for row in rows] == [2.0, 4.0], "what was not done in the tail is done after it"
+    assert [row["drafter/version"] for row in rows] == [0.0, 4.0]
+    assert [row["drafter/behind"] for row in rows] == [0.0, 0.0]
+    with RunStore(tmp_path / "on", read_only=True) as store:
+        assert [event.step for event in store.events("TrainRound")] == [1]
+        assert len(store.events("Lend")) == len(store.events("Recall")) >= 1 and len(store.events("Publish")) == 1
+    told_of = "4 updates, 2 of them beside the last sequences of rollouts, in 1 session(s)"
+    assert told_of in (tmp_path / "on" / "report.html").read_text() and not (tmp_path / "on" / "lessons").exists()
+    checkpoint = tmp_path / "on" / "checkpoints" / "step_2"
+    assert (load_drafter_state(checkpoint).step, load_drafter_state(checkpoint).num_updates) == (2, 4)
 
 
 def test_the_selector_of_a_run_changes_no_number_and_its_choices_are_told(

@@ -5,17 +5,19 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.schedule.coordinator import (
-    Coordinator,
+from slipstream.schedule.coordinator import Coordinator
+from slipstream.schedule.events import (
     CoordinatorAction,
     EndSession,
+    Lend,
     LessonsAdded,
     Publish,
+    Recall,
     RoundDone,
     StopTraining,
     TrainRound,
+    WorkerLeft,
 )
-from slipstream.schedule.events import Lend, Recall, WorkerLeft
 
 WORKERS = ("a", "b", "c", "d")
 

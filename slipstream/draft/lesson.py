@@ -5,94 +5,187 @@ distributions follow. The first pass sees the features, as at the first draft af
 the pass before made of the token before, as further drafts do, with the keys of the features behind it and of the
 passes before beside it. Targets are the target's distributions, not the tokens: they say more.
 
-Axes: T packed tokens, D hidden size, F features, N positions that count, V vocabulary, H heads, J passes.
+No shape and no branch depends on the texts, and nothing is read by the host, so that an update can be a CUDA graph.
+
+Axes: T packed tokens, D hidden size, F features, N positions that are asked about, C of them at a time, V vocabulary,
+H heads, J passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from slipstream.draft.eagle import DraftModel
 
 FADING = 0.8
 """Of a pass's weight, in the next one: drafts further ahead are needed less often."""
 MASKED = -1e9
+LOGIT_BYTES = 128 << 20
+"""Of the float32 logits of all passes that exist at a time; about four tensors of that size do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """Texts packed one after another."""
+class Window:
+    """A stretch of a text."""
 
     ids_T: Tensor
     features_TF: Tensor
     last_TD: Tensor
     """The target's hidden states before its head."""
-    lengths: tuple[int, ...]
-    num_prompt: tuple[int, ...]
-    """Of each text: tokens that were given, not sampled."""
+    first: int
+    """The position in its text at which it begins."""
+    num_prompt: int
+    """Tokens of the text that were given, not sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Room for windows packed one after another; what they leave is a text of its own that is never asked about."""
+
+    ids_T: Tensor
+    features_TF: Tensor
+    last_TD: Tensor
+    places_4T: Tensor
+    """Of each token: where its window starts, its position in its text, whether the next but one can be asked for
+    there, and a number of its own by which those are chosen that are."""
+
+    @classmethod
+    def room(cls, num_tokens: int, num_features: int, width: int, dtype: torch.dtype, device: torch.device) -> Lesson:
+        return cls(
+            ids_T=torch.zeros(num_tokens, dtype=torch.long, device=device),
+            features_TF=torch.zeros(num_tokens, num_features, dtype=dtype, device=device),
+            last_TD=torch.zeros(num_tokens, width, dtype=dtype, device=device),
+            places_4T=torch.zeros(4, num_tokens, dtype=torch.long, device=device),
+        )
+
+    def fill(self, windows: Sequence[Window], seed: int) -> None:
+        """In place, on the current stream, without waiting for it. `seed`: of what is asked about."""
+        end = 0
+        for window in windows:
+            part = slice(end, end + len(window.ids_T))
+            end = part.stop
+            for own, given in (
+                (self.ids_T, window.ids_T),
+                (self.features_TF, window.features_TF),
+                (self.last_TD, window.last_TD),
+            ):
+                own[part].copy_(_near(given, own.device), non_blocking=True)
+        assert end <= len(self.ids_T), "more than the lesson has room for"
+        places_4T = torch.from_numpy(_places(windows, len(self.ids_T), seed))
+        self.places_4T.copy_(_near(places_4T, self.places_4T.device), non_blocking=True)
+
+
+class Taught(NamedTuple):
+    loss: Tensor
+    right_J: Tensor
+    """Positions at which the likeliest token is the target's."""
+    asked_J: Tensor
 
 
 def lesson_loss(
     draft: DraftModel,
     embed: torch.nn.Module,
-    head: torch.nn.Module,
+    head: torch.nn.Linear,
     lesson: Lesson,
     *,
     passes: int,
     inverse_temperature: float = 1.0,
     most_positions: int = 512,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, list[float]]:
-    """The loss, and for each pass how often the likeliest token is the target's, whose embedding and head these are."""
+) -> Taught:
+    """`embed` and `head` are the target's. All passes are asked about the same positions, where they can answer."""
     shared = (*embed.parameters(), *head.parameters())
     assert not any(parameter.requires_grad for parameter in shared), "the target would be given gradients"
-    device = lesson.ids_T.device
-    position_T, start_T = _places(lesson.lengths, device)
-    sizes = torch.tensor(lesson.lengths, device=device)
-    length_T = sizes.repeat_interleave(sizes)
-    prompt_T = torch.tensor(lesson.num_prompt, device=device).repeat_interleave(sizes)
+    start_T, position_T, can_ask_T, number_T = lesson.places_4T
+    at_N = torch.where(can_ask_T > 0, number_T, -1).topk(min(most_positions, len(number_T))).indices
+    place_N = at_N - start_T[at_N]
+    asked_JN = torch.stack([can_ask_T[at_N] * (place_N >= number) for number in range(passes)]).float()
+    asked_J = asked_JN.sum(1)
+    shares_JN = asked_JN / asked_J.clamp(min=1.0).unsqueeze(1)
+    weight_JN = torch.stack([share_N * FADING**number for number, share_N in enumerate(shares_JN)])
     with torch.no_grad():
         embeds_TD = embed(lesson.ids_T.roll(-1))
     hidden_TD = draft.fc(lesson.features_TF)
     keys: list[tuple[Tensor, Tensor]] = []
-    total = torch.zeros((), device=device)
-    hits = []
-    weight = 1.0
+    said = []
     for number in range(passes):
+        if number:
+            hidden_TD = hidden_TD.roll(1, 0)  # a text's first token gets another's last: it is not asked from here on
         query, key, value = draft.begin(embeds_TD, hidden_TD, position_T)
         keys.append((key, value))
-        hidden_TD = draft.finish(hidden_TD, _attend(query, keys, position_T, start_T, draft.form.scaling))
-        # At t the drafter has seen the token at t + 1, and is asked about the next: what the target says at t + 1.
-        counts_T = (position_T + 1 < length_T) & (position_T - number >= 0) & (position_T + 2 >= prompt_T)
-        at_N = counts_T.nonzero().squeeze(1)
-        if len(at_N) > most_positions:
-            at_N = at_N[torch.randperm(len(at_N), generator=generator)[:most_positions].to(device)]
-        if not len(at_N):
-            break
-        with torch.no_grad():
-            wanted_NV = (head(lesson.last_TD[at_N + 1]).float() * inverse_temperature).softmax(-1)
-        said_NV = head(draft.head_input(hidden_TD[at_N])).float() * inverse_temperature
-        total = total + weight * cross_entropy(said_NV, wanted_NV)
-        hits.append((said_NV.argmax(-1) == wanted_NV.argmax(-1)).float().mean().item())
-        weight *= FADING
-        hidden_TD = hidden_TD.roll(1, 0)  # a text's first token gets another's last: it does not count from here on
-    return total, hits
+        hidden_TD = draft.finish(hidden_TD, _attend(query, keys, start_T, draft.form.scaling))
+        said.append(draft.head_input(hidden_TD[at_N]))
+    # At t the drafter has seen the token at t + 1, and is asked about the next: what the target says at t + 1.
+    wanted_ND = lesson.last_TD[(at_N + 1).clamp(max=len(number_T) - 1)]
+    arguments = torch.stack(said), wanted_ND, head.weight, weight_JN, inverse_temperature
+    loss, right_JN = _Distilled.apply(*arguments)  # type: ignore[no-untyped-call]
+    return Taught(loss, (right_JN * asked_JN).sum(1), asked_J)
 
 
-def _places(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each packed token: its position, and where its text starts."""
-    position_T = torch.cat([torch.arange(length, device=device) for length in lengths])
-    return position_T, torch.arange(len(position_T), device=device) - position_T
+class _Distilled(torch.autograd.Function):
+    """The weighted cross-entropy with the target's distributions, and where the likeliest tokens agree. Logits of a few
+    positions exist at a time, and none are kept: the gradient is computed at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        said_JND: Tensor,
+        wanted_ND: Tensor,
+        head_VD: Tensor,
+        weight_JN: Tensor,
+        inverse_temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = wanted_ND.dtype
+        head_VD, said = head_VD.to(dtype), said_JND.to(dtype)
+        gradient_JND = torch.empty_like(said)
+        right_JN = torch.empty_like(weight_JN)
+        loss = torch.zeros((), device=said.device)
+        at_a_time = max(1, LOGIT_BYTES // (4 * len(head_VD) * len(said)))
+        for first in range(0, len(wanted_ND), at_a_time):
+            part = slice(first, first + at_a_time)
+            wanted_CV = ((wanted_ND[part] @ head_VD.T).float() * inverse_temperature).softmax(-1)
+            said_JCV = ((said[:, part] @ head_VD.T).float() * inverse_temperature).log_softmax(-1)
+            right_JN[:, part] = (said_JCV.argmax(-1) == wanted_CV.argmax(-1)).float()
+            loss -= (weight_JN[:, part] * (said_JCV * wanted_CV).sum(-1)).sum()
+            said_JCV = said_JCV.exp_().sub_(wanted_CV).mul_(weight_JN[:, part].unsqueeze(-1) * inverse_temperature)
+            gradient_JND[:, part] = said_JCV.to(dtype) @ head_VD
+        ctx.save_for_backward(gradient_JND.to(said_JND.dtype))
+        ctx.mark_non_differentiable(right_JN)
+        return loss, right_JN
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient_JND,) = ctx.saved_tensors
+        return gradient_JND * upstream[0].to(gradient_JND.dtype), None, None, None, None
 
 
-def _attend(
-    query: Tensor, keys: Sequence[tuple[Tensor, Tensor]], position_T: Tensor, start_T: Tensor, scaling: float
-) -> Tensor:
+def _near(given: Tensor, device: torch.device) -> Tensor:
+    """Where a copy to the device need not wait for the host."""
+    return given.pin_memory() if device.type == "cuda" and given.device.type == "cpu" else given
+
+
+def _places(windows: Sequence[Window], num_tokens: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    places = np.zeros((4, num_tokens), dtype=np.int64)
+    start = 0
+    for window in windows:
+        size = len(window.ids_T)
+        place = np.arange(size)
+        places[0, start : start + size] = start
+        places[1, start : start + size] = window.first + place
+        places[2, start : start + size] = (place + 1 < size) & (window.first + place + 2 >= window.num_prompt)
+        start += size
+    places[0, start:] = start
+    places[1, start:] = np.arange(num_tokens - start)
+    places[3] = np.random.default_rng(seed).permutation(num_tokens)
+    return places
+
+
+def _attend(query: Tensor, keys: Sequence[tuple[Tensor, Tensor]], start_T: Tensor, scaling: float) -> Tensor:
     """Of pass j at t: the first pass's keys up to t - j, and of each pass m from 1 on that of t - j + m."""
     last = len(keys) - 1
     group = query.shape[1] // keys[0][0].shape[1]

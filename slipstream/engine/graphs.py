@@ -12,6 +12,10 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+PRIORITY = -1
+"""Of the stream a step is captured on, which is that of its kernels wherever it is replayed: before the drafter's
+updates beside it, which have 0. Torch has no lower one."""
+
 
 class GraphPool:
     def __init__(self, budget_bytes: int) -> None:
@@ -21,6 +25,7 @@ class GraphPool:
         self._met: set[Hashable] = set()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(priority=PRIORITY)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -57,7 +62,7 @@ class GraphPool:
     def _capture(self, size: Hashable, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
         reserved = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
             body()
         self.num_bytes += max(0, torch.cuda.memory_reserved() - reserved)
         self._graphs[size] = graph

@@ -160,12 +160,33 @@ def _drafts(run_dir: Path, store: RunStore, metrics: Metrics) -> str:
         page.card("Tokens that were drafts", figures.figure_html(shares), "by where the draft came from"),
     )
     html += page.card("Rollouts by where their tokens came from", _coloured_rollouts(run_dir, store))
+    html += _drafter(store, metrics)
     choices = [event.payload for event in store.events("DraftChosen")]
     if not choices:
         return html
     newest = {str(choice["batch"]): [str(choice["batch"]), choice["strategy"], choice["reason"]] for choice in choices}
     table = page.table(("sequences", "way of drafting", "why"), sorted(newest.values(), key=lambda row: int(row[0])))
     return html + page.card("What pays, by how many sequences run", table, "the last choice of each; all are events")
+
+
+def _drafter(store: RunStore, metrics: Metrics) -> str:
+    """How the learned drafter was taught; nothing for a run without one."""
+    updates = metrics.get("drafter/updates")
+    if not updates:
+        return ""
+    in_tail, slowdown = metrics.get("drafter/updates_in_tail", {}), metrics.get("drafter/tail_slowdown", {})
+    text = f"{max(updates.values()):,.0f} updates"
+    num_sessions = len(store.events("TrainRound"))
+    if num_sessions:
+        text += (
+            f", {sum(in_tail.values()):,.0f} of them beside the last sequences of rollouts, in {num_sessions} "
+            f"session(s), which slowed that part by {sum(slowdown.values()) / max(1, len(slowdown)):.1%} on the mean"
+        )
+    right = metrics.get("drafter/right_at_1", {})
+    if right:
+        text += f". Of the first tokens it was asked for, {right[min(right)]:.0%} were right at first"
+        text += f" and {right[max(right)]:.0%} in the last step"
+    return page.card("The drafter's training", page.sentence(text + "."))
 
 
 def _coloured_rollouts(run_dir: Path, store: RunStore) -> str:

@@ -1,4 +1,4 @@
-"""The drafter of a run, sized by its recipe, and the metrics of its drafts."""
+"""The drafter of a run: sized by its recipe, given to the engine, restored from a checkpoint; metrics of its drafts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from slipstream.config import Config
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.online import DrafterTrainer
+from slipstream.draft.saved import DRAFTER_FILE, DrafterStateLost, load_drafter_state
 from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
@@ -23,7 +24,9 @@ from slipstream.history.store import HistoryStore, PastRollout
 from slipstream.history.takeover import find_source
 from slipstream.models.rendering import prompt_key
 from slipstream.observe.metrics import draft_share_name
+from slipstream.runtime.folder import LESSONS_FOLDER
 from slipstream.runtime.rollouts import GradedGroup
+from slipstream.train.checkpoint import earlier_checkpoints
 from slipstream.train.trainer import Trainer
 from slipstream.types import ORIGIN_NAMES, Scored
 
@@ -84,7 +87,9 @@ def build_drafter_trainer(config: Config, trainer: Trainer) -> DrafterTrainer:
         trainer.model,
         lr=config.drafter.lr,
         temperature=config.sampling.temperature,
-        budget_bytes=int(config.drafter.memory_gb * 1e9),
+        memory_bytes=int(config.drafter.memory_gb * 1e9),
+        disk_bytes=int(config.drafter.disk_gb * 1e9),
+        folder=config.run.dir / LESSONS_FOLDER,
         seed=config.seed,
     )
     trainer.on_hidden = lambda batch, hidden_TD: learner.collect(
@@ -93,11 +98,50 @@ def build_drafter_trainer(config: Config, trainer: Trainer) -> DrafterTrainer:
     return learner
 
 
-def publish(learner: DrafterTrainer, engine: Engine) -> None:
-    """To the engine, which drafts with it from the next step on."""
-    drafter = engine.drafter
-    assert isinstance(drafter, HistoryDrafter) and drafter.guesser is not None, "the engine has no learned drafter"
-    drafter.guesser.write(learner.weights())
+class Publisher:
+    """Gives the drafter to the engine, which drafts with it from the next step on, and knows which one it has."""
+
+    def __init__(self, learner: DrafterTrainer, engine: Engine) -> None:
+        drafter = engine.drafter
+        assert isinstance(drafter, HistoryDrafter) and drafter.guesser is not None, "the engine has no learned drafter"
+        self._learner, self._engine, self._guesser = learner, engine, drafter.guesser
+        self._version, self._policy = -1, 0
+        """Updates of the drafter that the engine has, and the policy's version when it got it."""
+
+    def ensure(self) -> None:
+        """That it has one."""
+        if self._version < 0:
+            self.publish()
+
+    def publish(self) -> None:
+        """On the engine's stream; no update may be under way."""
+        self._guesser.write(self._learner.weights())
+        self._version, self._policy = self._learner.num_updates, self._engine.facts().version.number
+
+    def metrics(self) -> dict[str, float]:
+        """Of the drafter that the engine has: its updates, and how many versions the policy is ahead of the one it was
+        published beside."""
+        behind = self._engine.facts().version.number - self._policy
+        return {"drafter/version": float(self._version), "drafter/behind": float(behind)}
+
+
+def restore_drafter(learner: DrafterTrainer, checkpoint: Path, target_digest: str) -> None:
+    """Go on from the checkpoint's drafter, or from that of an earlier checkpoint, or with a new one; a warning tells
+    where it is not the first."""
+    problem = ""
+    for folder in (checkpoint, *earlier_checkpoints(checkpoint)):
+        try:
+            state = load_drafter_state(folder)
+            if folder == checkpoint and state.target_digest != target_digest:
+                raise DrafterStateLost(f"{folder / DRAFTER_FILE} was trained for other weights than are there")
+            learner.load_state_dict(state.tensors, state.num_updates)
+        except ValueError as error:
+            problem = problem or str(error)
+            continue
+        if problem:
+            warnings.warn(f"{problem}; the drafter goes on from {folder}", stacklevel=2)
+        return
+    warnings.warn(f"{problem}; training goes on with a new drafter", stacklevel=2)
 
 
 def _past_texts(history: HistoryStore | None, prompt_ids: tuple[int, ...]) -> list[Text]:

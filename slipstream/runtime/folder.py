@@ -29,7 +29,8 @@ CONTENTS = (
     "latest",
     "wandb_id",
 )
-FOLDERS = ("checkpoints", "reference", "tensorboard")
+LESSONS_FOLDER = "lessons"
+FOLDERS = ("checkpoints", "reference", "tensorboard", LESSONS_FOLDER)
 # With these changed, what follows a checkpoint would not be the same run.
 IDENTITY = ("model", "seed", "tasks", "warmup")
 

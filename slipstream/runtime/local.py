@@ -21,13 +21,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.config import Config
 from slipstream.draft.online import DrafterTrainer
+from slipstream.draft.saved import DrafterSaver, DrafterState
 from slipstream.draft.selector import Selector
 from slipstream.engine.engine import Engine
 from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.precision import resolve_precision, use_batch_invariant_products
 from slipstream.models.rendering import render_prompts, render_solution, stop_token_ids
-from slipstream.models.weights import cast_weights
+from slipstream.models.weights import cast_weights, fingerprint
 from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
@@ -38,8 +39,8 @@ from slipstream.runtime.drafting import (
     check_warm_history,
     learns,
     open_history,
-    publish,
     remembers,
+    restore_drafter,
     settle_source,
 )
 from slipstream.runtime.driver import drive
@@ -112,6 +113,7 @@ def run_training(
         log = stack.enter_context(MetricLog(folder.path, config.run.loggers, config.model_dump(mode="json")))
         flag = stack.enter_context(_stop_on_signals())
         run = _Run(config, tokenizer, model, trainer, store, log, console, flag)
+        stack.callback(run.close)
         run.begin(checkpoint, device)
         if not run.warm_up(pairs):
             return Outcome("interrupted", folder.path, 0)
@@ -120,7 +122,7 @@ def run_training(
         if remembers(config):
             history = stack.enter_context(open_history(config, folder.path, run.step))
         engine = build_engine(config, model, tokenizer, device, history, run.selector)
-        run.prepare_drafter(engine, checkpoint)
+        run.prepare_drafter(checkpoint)
         reason = run.loop(engine, history, grader, prompts, eval_sets, stop_token_ids(model, tokenizer))
         return Outcome(reason, folder.path, run.step)
 
@@ -147,6 +149,7 @@ class _Run:
         self.warmup_done = 0
         self.selector = Selector(STRATEGIES[config.draft.source])
         self.learner: DrafterTrainer | None = None
+        self.drafter_saver = DrafterSaver()
         self.row: dict[str, float] = {}
 
     def begin(self, checkpoint: Checkpoint | None, device: torch.device) -> None:
@@ -211,29 +214,33 @@ class _Run:
             raise ValueError(f"{folder} is missing: algorithm.kl_coef > 0 needs the model that this run started from")
         return load_model(str(folder), dtype=torch.float32, device=device).eval()
 
-    def prepare_drafter(self, engine: Engine, checkpoint: Checkpoint | None) -> None:
-        """One that learns goes on from the checkpoint, if that has one."""
+    def prepare_drafter(self, checkpoint: Checkpoint | None) -> None:
+        """One that learns goes on from the checkpoint."""
         if not learns(self.config):
             return
         self.learner = build_drafter_trainer(self.config, self.trainer)
-        saved = checkpoint.trainer_state.get("drafter") if checkpoint is not None else None
-        if saved is not None:
-            self.learner.load_state_dict(saved)
-        publish(self.learner, engine)
+        if checkpoint is not None:
+            restore_drafter(self.learner, checkpoint.path, fingerprint(self.model))
+
+    def close(self) -> None:
+        self.drafter_saver.close()
+        if self.learner is not None:
+            self.learner.close()
 
     def save(self, step: int, run_state: dict[str, Any]) -> None:
-        trainer_state = self.trainer.state_dict()
-        if self.learner is not None:
-            trainer_state["drafter"] = self.learner.state_dict()
+        self.drafter_saver.wait()  # it may be writing into a checkpoint that goes now
         path = save_checkpoint(
             self.config.run.dir,
             step,
             model=self.model,
             tokenizer=self.tokenizer,
-            trainer_state=trainer_state,
+            trainer_state=self.trainer.state_dict(),
             run_state=run_state | {"warmup_done": self.warmup_done, "drafting": self.selector.state_dict()},
             keep_last=self.config.run.keep_last,
         )
+        if self.learner is not None:
+            tensors, num_updates = self.learner.state_dict(), self.learner.num_updates
+            self.drafter_saver.save(path, DrafterState(step, num_updates, fingerprint(self.model), tensors))
         self.console.note(f"saved {path}")
 
     def loop(

@@ -23,9 +23,10 @@ from slipstream.observe.metrics import rollout_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.store import RolloutKind, RunStore
 from slipstream.observe.timeline import write_trace
-from slipstream.runtime.drafting import draft_metrics, publish, remember
+from slipstream.runtime.drafting import draft_metrics, remember
 from slipstream.runtime.evaluation import Interrupted, evaluate_sets
 from slipstream.runtime.rollouts import GradedGroup, RolloutDesk
+from slipstream.runtime.tail import Learning
 from slipstream.schedule.events import (
     Action,
     DraftChosen,
@@ -35,6 +36,7 @@ from slipstream.schedule.events import (
     Finish,
     Generate,
     GroupScored,
+    Item,
     PushWeights,
     Record,
     Save,
@@ -43,6 +45,7 @@ from slipstream.schedule.events import (
     StopAsked,
     Train,
     WeightsLive,
+    to_record,
 )
 from slipstream.schedule.order import PromptOrder
 from slipstream.tasks.grading import check_faults
@@ -80,7 +83,8 @@ class LocalWorld:
         `stop_reason`: not None once somebody wants the run to end with a checkpoint."""
         self._config = config
         self._engine, self._trainer, self._desk = engine, trainer, desk
-        self._selector, self._learner, self._history = selector, learner, history
+        self._selector, self._history = selector, history
+        self._learner = None if learner is None else Learning(learner, engine, config.drafter.updates, self._note)
         self._draft_s = 0.0
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
@@ -92,8 +96,12 @@ class LocalWorld:
         self._step_began_s: float | None = None
         self._rollout_bar: tuple[ExitStack, Advance] | None = None
         self._stop_reason = stop_reason
+        self._step = 0
+        """The last that was trained, which is what events are filed under."""
 
     def perform(self, action: Action) -> list[Event]:
+        if self._learner is not None:
+            self._learner.make_way(for_sampling=isinstance(action, Generate))
         match action:
             case Generate():
                 return self._generate(action)
@@ -102,6 +110,8 @@ class LocalWorld:
             case PushWeights():
                 with self._timed("update_weights"):
                     self._engine.apply_weights(named_weights(self._trainer.model), action.step)
+                    if self._learner is not None:
+                        self._learner.ensure_published()
                 return [WeightsLive(action.step)]
             case Evaluate():
                 return self._evaluate(action)
@@ -124,9 +134,18 @@ class LocalWorld:
             rewards = {result.reward for result in group.scored}
             facts.append(GroupScored(step, position, len(group.scored), len(group.unscored), len(rewards) > 1))
         facts += [DraftChosen(one.batch, str(one.strategy), one.reason) for one in self._selector.take_choices()]
+        if self._learner is not None:
+            engine = self._engine.facts()
+            self._learner.tail.after_step(engine.num_running, engine.num_waiting)
         return facts
 
+    def _note(self, item: Item) -> None:
+        """Into the event log: what the scheduler need not know."""
+        name, fields = to_record(item)
+        self._store.add_event(self._step, time.time(), name, fields)
+
     def _generate(self, action: Generate) -> list[Event]:
+        self._step = action.step - 1
         if self._step_began_s is None:
             self._step_began_s = time.perf_counter()
         if self._rollout_bar is None:
@@ -161,6 +180,8 @@ class LocalWorld:
             counts, num_unserved, spent_s = self._engine.take_draft_counts(), drafter.num_unserved, drafter.spent_s
             self._row |= draft_metrics(counts, self._selector.saved_s, num_unserved, spent_s - self._draft_s)
             self._selector.saved_s, self._draft_s = 0.0, spent_s
+        if self._learner is not None:
+            self._row |= self._learner.end_rollout()
         check_faults([result for group in groups for result in group.results], self._config.reward.max_fault_share)
         self._row |= rollout_metrics(
             [result for group in groups for result in group.scored],
@@ -182,6 +203,8 @@ class LocalWorld:
         if self._config.engine.sleep != "off":
             with self._timed("sleep"):
                 self._engine.sleep(weights=self._config.engine.sleep == "all")
+        if self._learner is not None:
+            self._learner.begin_training()
         with self._timed("update_actor"), self._console.phase(f"step {action.step} training", num_tokens) as advance:
             done = 0
 
@@ -193,8 +216,7 @@ class LocalWorld:
             self._row |= self._trainer.step(samples, on_progress)
         if self._learner is not None:
             with self._timed("update_drafter"):
-                self._row |= self._learner.train(self._config.drafter.updates)
-                publish(self._learner, self._engine)
+                self._row |= self._learner.end_training()
         return [StepTrained(action.step)]
 
     def _samples(self, groups: Sequence[GradedGroup]) -> list[TrainSample]:

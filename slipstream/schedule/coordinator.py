@@ -15,56 +15,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from slipstream.schedule.events import Lend, Recall, WorkerLeft
-
-
-@dataclass(frozen=True, slots=True)
-class LessonsAdded:
-    """So many rollouts more can be learned from."""
-
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class RoundDone:
-    """All members of the session have trained for a round and averaged their weights."""
-
-    session: int
-
-
-CoordinatorEvent = Lend | Recall | WorkerLeft | LessonsAdded | RoundDone
-
-
-@dataclass(frozen=True, slots=True)
-class TrainRound:
-    """These workers train together; the leader holds the optimizer's state, and gives it to who is new."""
-
-    session: int
-    leader: str
-    members: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StopTraining:
-    """Now, in the middle of whatever it does."""
-
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """The leader gives the drafter to all workers."""
-
-    session: int
-    leader: str
-
-
-@dataclass(frozen=True, slots=True)
-class EndSession:
-    session: int
-
-
-CoordinatorAction = TrainRound | StopTraining | Publish | EndSession
+from slipstream.schedule.events import (
+    CoordinatorAction,
+    CoordinatorEvent,
+    EndSession,
+    Lend,
+    LessonsAdded,
+    Publish,
+    Recall,
+    RoundDone,
+    StopTraining,
+    TrainRound,
+    WorkerLeft,
+)
 
 
 @dataclass(slots=True)

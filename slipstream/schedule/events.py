@@ -1,7 +1,7 @@
 """What happens (facts) and what shall be done (actions): frozen records, the same in a real and a simulated world.
 
-Two state machines speak it: `scheduler.py`, which leads a run from step to step, and `fleet.py`, which shares out the
-rollouts of those steps among workers.
+Three state machines speak it: `scheduler.py`, which leads a run from step to step, `fleet.py`, which shares out the
+rollouts of those steps among workers, and `coordinator.py`, which lets those train the drafter that have time for it.
 """
 
 from __future__ import annotations
@@ -231,7 +231,59 @@ class Recall:
 
 FleetAction = Sample | Watch | TakeBack | CloseStep | Lend | Recall
 
-Item = Event | Action | FleetEvent | FleetAction
+
+# The training of the drafter.
+
+
+@dataclass(frozen=True, slots=True)
+class LessonsAdded:
+    """So many rollouts more can be learned from."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDone:
+    """All members of the session have trained for a round and averaged their weights."""
+
+    session: int
+
+
+CoordinatorEvent = Lend | Recall | WorkerLeft | LessonsAdded | RoundDone
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRound:
+    """These workers train together; the leader holds the optimizer's state, and gives it to who is new."""
+
+    session: int
+    leader: str
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopTraining:
+    """Now, in the middle of whatever it does."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """The leader gives the drafter to all workers."""
+
+    session: int
+    leader: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    session: int
+
+
+CoordinatorAction = TrainRound | StopTraining | Publish | EndSession
+
+Item = Event | Action | FleetEvent | FleetAction | CoordinatorEvent | CoordinatorAction
 
 BY_NAME: dict[str, type] = {
     kind.__name__: kind
@@ -240,6 +292,7 @@ BY_NAME: dict[str, type] = {
         *(Generate, Train, PushWeights, Evaluate, Record, Save, Finish),
         *(WorkerJoined, WorkerLeft, RolloutsAsked, RolloutEnded, HandedBack, Outgrew),
         *(Sample, Watch, TakeBack, CloseStep, Lend, Recall),
+        *(LessonsAdded, RoundDone, TrainRound, StopTraining, Publish, EndSession),
     )
 }
 

@@ -96,6 +96,12 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     return next((path for _, path in _step_folders(run_dir / "checkpoints")), None)
 
 
+def earlier_checkpoints(path: Path) -> list[Path]:
+    """Those beside it of earlier steps, the newest first."""
+    step = json.loads((path / MANIFEST).read_text())["step"]
+    return [other for number, other in _step_folders(path.parent) if number < step]
+
+
 def point_latest_at(run_dir: Path, checkpoint: Path) -> None:
     """From now on this is where the run goes on, whatever comes after it."""
     _write_atomically(run_dir / LATEST, f"{checkpoint.resolve().relative_to(run_dir.resolve())}\n")

@@ -1,0 +1,76 @@
+"""When an update of the drafter may run beside the engine's steps, so that these slow down by no more than a bound.
+
+Told how long each step took and whether an update ran beside it. With steps beside an update taking `1 + c` times as
+long as others (medians of the last ones), a share of bound / c of all steps may be such. The next update may start if,
+with the steps it will take, the tail stays within that share. What is not known yet is taken to be expensive. Since
+steps get faster as sequences end, a step without an update is wanted now and then to compare with.
+
+Invariants, asserted by `tests/test_draft_throttle.py`: the mean slow-down of a tail exceeds the bound by one update at
+most; updates that cost less than the bound wait for nothing but that step to compare with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+REMEMBERED = 15
+"""Steps of either kind that the medians are of."""
+LEAST_QUIET = 4
+"""Steps without an update before the first one."""
+LONGEST_BUSY = 16
+"""Steps after which one without an update is waited for."""
+ASSUMED_COST = 1.0
+"""Of an update, as long as none was measured: steps beside it take twice as long."""
+
+
+class Throttle:
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+        self._quiet_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._busy_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._steps_each = 1.0
+        """Steps that an update runs beside."""
+        self.begin_tail()
+
+    def begin_tail(self) -> None:
+        """Each tail keeps the bound by itself; what updates cost is remembered."""
+        self.num_steps = self.num_busy = self.num_updates = 0
+        self._since_quiet = 0
+
+    @property
+    def cost(self) -> float | None:
+        """By how much steps beside an update take longer; None before both kinds were measured."""
+        if len(self._quiet_s) < LEAST_QUIET or not self._busy_s:
+            return None
+        return median(self._busy_s) / median(self._quiet_s) - 1.0
+
+    @property
+    def slowdown(self) -> float:
+        """Of the tail so far, all its steps together."""
+        return (self.cost or 0.0) * self.num_busy / max(1, self.num_steps)
+
+    def step_took(self, seconds: float, *, beside_update: bool) -> None:
+        self.num_steps += 1
+        if beside_update:
+            self.num_busy += 1
+            self._since_quiet += 1
+            self._busy_s.append(seconds)
+        else:
+            self._since_quiet = 0
+            self._quiet_s.append(seconds)
+
+    def may_start(self) -> bool:
+        """Another update; to be asked while none runs."""
+        if self.num_updates:
+            self._steps_each = max(1.0, self.num_busy / self.num_updates)
+        if len(self._quiet_s) < LEAST_QUIET or self._since_quiet >= LONGEST_BUSY:
+            return False
+        cost = ASSUMED_COST if self.cost is None else self.cost
+        if cost <= self.bound:
+            return True
+        share = self.bound / cost
+        return self.num_busy + self._steps_each <= share * (self.num_steps + self._steps_each)
+
+    def started(self) -> None:
+        self.num_updates += 1

@@ -1,0 +1,101 @@
+"""Updates beside decoding: the mean slow-down keeps its bound, and what costs nothing is not held back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.draft.throttle import LEAST_QUIET, LONGEST_BUSY, Throttle
+
+BOUND = 0.03
+
+
+class Tail:
+    """Steps of an engine, with updates beside them as the throttle lets them."""
+
+    def __init__(self, throttle: Throttle, factor: Callable[[int], float], steps_each: int) -> None:
+        self.throttle, self.factor, self.steps_each = throttle, factor, steps_each
+        self.spent = self.wanted = 0.0
+        self.left = self.num_updates = self.num_held_back = 0
+
+    def step(self, quiet_s: float) -> None:
+        busy = self.left > 0
+        seconds = quiet_s * (self.factor(self.num_updates) if busy else 1.0)
+        self.spent, self.wanted = self.spent + seconds, self.wanted + quiet_s
+        self.throttle.step_took(seconds, beside_update=busy)
+        self.left -= busy
+        if not self.left:
+            if self.throttle.may_start():
+                self.throttle.started()
+                self.left, self.num_updates = self.steps_each, self.num_updates + 1
+            else:
+                self.num_held_back += 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(1.0, 4.0), st.integers(1, 12), st.integers(50, 1500), st.floats(1e-3, 0.1))
+def test_a_tail_slows_down_by_the_bound_and_one_update_at_most(
+    factor: float, steps_each: int, num_steps: int, quiet_s: float
+) -> None:
+    throttle = Throttle(BOUND)
+    for number in range(3):
+        throttle.begin_tail()
+        tail = Tail(throttle, lambda _: factor, steps_each)
+        for _ in range(num_steps):
+            tail.step(quiet_s)
+            excess = tail.spent - (1 + BOUND) * tail.wanted
+            assert excess <= (steps_each * (factor - 1) * quiet_s if number == 0 else 0.0) + 1e-9
+        assert throttle.slowdown == pytest.approx(tail.spent / tail.wanted - 1, abs=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(1.0, 1.6), min_size=20, max_size=60), st.integers(1, 6))
+def test_uneven_updates_and_steps_that_get_faster_keep_it_too(factors: list[float], steps_each: int) -> None:
+    """As sequences end, steps take a third of what they took; an update costs now more, now less."""
+    throttle = Throttle(BOUND)
+    tail = Tail(throttle, lambda number: factors[number % len(factors)], steps_each)
+    num_steps = 3000
+    for number in range(num_steps):
+        tail.step(0.009 - 0.006 * number / num_steps)
+    worst = max(factors) - 1
+    assert tail.spent / tail.wanted - 1 <= BOUND + 0.03 + worst * steps_each / num_steps
+    mean = sum(factors) / len(factors) - 1
+    if mean > 0.05:  # it is used, too
+        assert tail.num_updates * steps_each >= 0.2 * BOUND / worst * num_steps
+
+
+@given(st.floats(0.9, 1.0 + BOUND), st.integers(1, 12))
+def test_what_costs_nothing_waits_for_a_step_to_compare_with_alone(factor: float, steps_each: int) -> None:
+    throttle = Throttle(BOUND)
+    tail = Tail(throttle, lambda _: factor, steps_each)
+    while tail.num_updates < 2:
+        tail.step(0.01)
+    tail.num_held_back = 0
+    for _ in range(480):
+        tail.step(0.01)
+    most = 480 / max(LONGEST_BUSY, steps_each) + 1
+    assert tail.num_held_back <= most and tail.num_updates >= 480 / (steps_each + 2) - 1
+
+
+def test_nothing_starts_before_there_is_something_to_compare_with() -> None:
+    throttle = Throttle(BOUND)
+    for _ in range(LEAST_QUIET):
+        assert not throttle.may_start() and throttle.cost is None
+        throttle.step_took(0.01, beside_update=False)
+    assert not throttle.may_start(), "unknown is taken to be expensive"
+    for _ in range(40):
+        throttle.step_took(0.01, beside_update=False)
+    assert throttle.may_start() and throttle.slowdown == 0.0
+
+
+def test_a_throttle_that_looks_away_is_caught() -> None:
+    """The simulated tail notices updates that nobody holds back."""
+    throttle = Throttle(BOUND)
+    throttle.may_start = lambda: True  # type: ignore[method-assign]
+    tail = Tail(throttle, lambda _: 1.5, 3)
+    for _ in range(200):
+        tail.step(0.01)
+    assert tail.spent / tail.wanted - 1 > 0.3

@@ -1,11 +1,12 @@
-"""A real RL run with and without drafts from history: the same tokens, how much sooner, what was accepted, by epoch.
+"""A real RL run with and without drafts: the same tokens, how much sooner, what was accepted, by epoch.
 
     python benchmarks/history_run.py --out benchmarks/results/history_run.json
     python benchmarks/history_run.py --recipe quickstart.yaml --max-new-tokens 128 --out quickstart.json
+    python benchmarks/history_run.py --sources off,history,drafter,both --keep runs/drafts --out draft_run.json
 
-The recipe's warm start comes first, on its own prompts; then, from the same weights, two runs over a few prompts of the
-same tasks that come up again in every epoch, trained so that the same rollouts give the same weights. Rollout seconds
-are those of the step's generation phase.
+The recipe's warm start comes first, on its own prompts; then, from the same weights, a run for each source of drafts
+over a few prompts of the same tasks that come up again in every epoch, trained so that the same rollouts give the same
+weights. Rollout seconds are those of the step's generation phase.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ KEPT = (
     *("response_length/mean", "response_length/max", "rollout/tokens"),
 )
 SPEC = "rollout/spec_"
+PREFIXES = (SPEC, "drafter/", "timing_s/")
 
 
 def train(recipe: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
@@ -61,7 +63,7 @@ def weights_of(folder: Path) -> str:
 
 
 def kept(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name in KEPT or name.startswith(SPEC)}
+    return {name: value for name, value in row.items() if name in KEPT or name.startswith(PREFIXES)}
 
 
 def main() -> None:
@@ -73,6 +75,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--warmup-steps", type=int, default=160)
     parser.add_argument("--max-new-tokens", type=int, default=2048)
+    parser.add_argument("--sources", default="off,history", help="of draft.source; the first is what others compare to")
+    parser.add_argument("--keep", type=Path, help="a new folder for the runs; without it they are removed")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="of the recipe, for both runs")
     arguments = parser.parse_args()
@@ -92,12 +96,14 @@ def main() -> None:
     precision = resolve_precision("auto", device)
     record = describe_machine(device, precision) | {"what": "benchmarks/history_run.py", **vars(arguments)}
     record["out"] = arguments.out.name
-    with tempfile.TemporaryDirectory() as folder:
+    sources = arguments.sources.split(",")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.keep or Path(temporary)
         warm = Path(folder, "warm")
         train(recipe, warm, f"warmup.steps={arguments.warmup_steps}", *shared, "train.steps=1", "draft.source=off")
         model = warm / "checkpoints" / "step_1"
         runs: dict[str, list[dict[str, Any]]] = {}
-        for source in ("off", "history"):
+        for source in sources:
             runs[source] = train(
                 recipe,
                 Path(folder, source),
@@ -109,34 +115,40 @@ def main() -> None:
                 f"train.steps={arguments.epochs * steps_an_epoch}",
                 f"draft.source={source}",
             )[-arguments.epochs * steps_an_epoch :]
-        off, on = (tokens_of(Path(folder, source)) for source in ("off", "history"))
-        weights = [weights_of(Path(folder, source)) for source in ("off", "history")]
-    record["rollouts"], record["identical"] = len(off), sum(off[uid] == on.get(uid) for uid in off)
-    if not any(row.get("actor/grad_norm") for row in runs["off"]):
+        tokens = {source: tokens_of(Path(folder, source)) for source in sources}
+        weights = {source: weights_of(Path(folder, source)) for source in sources}
+    first, *others = sources
+    plain = tokens[first]
+    if not any(row.get("actor/grad_norm") for row in runs[first]):
         raise SystemExit("no step had a gradient, so the same weights would say nothing: give more --warmup-steps")
-    record["same_weights"] = weights[0] == weights[1]
+    record["rollouts"] = len(plain)
+    record["identical"] = {source: sum(plain[uid] == tokens[source].get(uid) for uid in plain) for source in others}
+    record["same_weights"] = {source: weights[source] == weights[first] for source in others}
     record["steps"] = {source: [kept(row) for row in rows] for source, rows in runs.items()}
     record["epochs"] = []
     for epoch in range(arguments.epochs):
         part = slice(epoch * steps_an_epoch, (epoch + 1) * steps_an_epoch)
         seconds = {source: statistics.fmean(row["timing_s/gen"] for row in rows[part]) for source, rows in runs.items()}
-        rows = runs["history"][part]
-        record["epochs"].append(
-            {
-                "epoch": epoch,
-                "gen_s_off": seconds["off"],
-                "gen_s_history": seconds["history"],
-                "gain": seconds["off"] / seconds["history"],
+        plain_rows = runs[first][part]
+        line: dict[str, Any] = {
+            "epoch": epoch,
+            "gen_s": seconds,
+            "reward": statistics.fmean(row["reward/mean"] for row in plain_rows),
+            "length": statistics.fmean(row["response_length/mean"] for row in plain_rows),
+        }
+        for source in others:
+            rows = runs[source][part]
+            line[source] = {
+                "gain": seconds[first] / seconds[source],
                 "tokens_a_step": statistics.fmean(row[f"{SPEC}accept_length"] for row in rows),
                 "accepted_share": sum(row[f"{SPEC}accepted"] for row in rows)
                 / sum(row["rollout/tokens"] for row in rows),
-                "reward": statistics.fmean(row["reward/mean"] for row in rows),
-                "length": statistics.fmean(row["response_length/mean"] for row in rows),
             }
-        )
-        print(json.dumps(record["epochs"][-1]), flush=True)
-    same = "the same" if record["same_weights"] else "NOT the same"
-    print(f"{record['identical']} of {record['rollouts']} rollouts are identical, the last weights are {same}")
+        record["epochs"].append(line)
+        print(json.dumps(line), flush=True)
+    for source in others:
+        same = "the same" if record["same_weights"][source] else "NOT the same"
+        print(f"{source}: {record['identical'][source]} of {len(plain)} rollouts identical, the last weights {same}")
     arguments.out.write_text(json.dumps(record, indent=1, default=str) + "\n")
 
 

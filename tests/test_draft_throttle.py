@@ -67,6 +67,7 @@ def test_uneven_updates_and_steps_that_get_faster_keep_it_too(factors: list[floa
         assert tail.num_updates * steps_each >= 0.2 * BOUND / worst * num_steps
 
 
+@settings(deadline=None)
 @given(st.floats(0.9, 1.0 + BOUND), st.integers(1, 12))
 def test_what_costs_nothing_waits_for_a_step_to_compare_with_alone(factor: float, steps_each: int) -> None:
     throttle = Throttle(BOUND)

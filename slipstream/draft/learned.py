@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.draft.eagle import DraftModel, Features, draft_config
+from slipstream.draft.eagle import Features, build_draft
 from slipstream.engine.sampling import sample_rows
 from slipstream.engine.state import StepState
 from slipstream.engine.step import sampling_rows
@@ -31,16 +31,16 @@ SOURCE = 4
 
 
 class ModelGuesser:
-    def __init__(self, *, num_slots: int, seed: int = 0) -> None:
-        self._num_slots, self._seed = num_slots, seed
+    def __init__(self, *, num_slots: int, kind: str = "eagle3", seed: int = 0) -> None:
+        self._num_slots, self._kind, self._seed = num_slots, kind, seed
 
     def attach(self, target: PreTrainedModel, pages: KVPages) -> None:
         """To the engine whose target it drafts for."""
         weight = target.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
-        self.model = DraftModel(draft_config(target.config), self._seed).to(weight.device).eval()
+        self.model = build_draft(target.config, self._kind, self._seed).to(weight.device).eval()
         cast_weights(self.model, weight.dtype)
-        self._target, self._pages, self._features = target, pages, Features(target)
+        self._target, self._pages, self._features = target, pages, Features(target, self._kind)
         width = self.model.config.hidden_size
         self.hidden_SD = torch.zeros(self._num_slots + 1, width, dtype=weight.dtype, device=weight.device)
         """By slot: that of its last known token but one, which knows the last."""
@@ -54,7 +54,7 @@ class ModelGuesser:
         """After a step: what it ran, with what came of it."""
         longest = state["tokens"].shape[1]
         next_T = state["tokens"][rows.slot_T, (rows.position_T + 1).clamp(max=longest - 1)].long().clamp(min=0)
-        hidden_TD = self._forward(next_T, self.model.fc(self._features.take()), rows)
+        hidden_TD = self._forward(next_T, self.model.fuse(self._features.take()), rows)
         first_R = rows.length_R - rows.start_R1.diff()
         at_R = state["known"][rows.slot_R] - 2 - first_R
         here_R = (at_R >= 0) & (at_R < rows.start_R1.diff()) & (state["live"][rows.slot_R] > 0)
@@ -85,9 +85,9 @@ class ModelGuesser:
 
     def _forward(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> Tensor:
         embeds_TD = self._target.get_input_embeddings()(next_T)
-        query, key, value = self.model.begin(embeds_TD, hidden_TD, rows.position_T)
+        residual_TD, query, key, value = self.model.begin(embeds_TD, hidden_TD, rows.position_T)
         attended = CachedRows(self._pages, rows).attend(DRAFT_LAYER, query, key, value, self.model.form)
-        return self.model.finish(hidden_TD, attended)
+        return self.model.finish(residual_TD, attended)
 
     def _logits(self, hidden_RD: Tensor) -> Tensor:
         return head_logits(self._target, self.model.head_input(hidden_RD))

@@ -58,15 +58,15 @@ def lesson_loss(
     prompt_T = torch.tensor(lesson.num_prompt, device=device).repeat_interleave(sizes)
     with torch.no_grad():
         embeds_TD = embed(lesson.ids_T.roll(-1))
-    hidden_TD = draft.fc(lesson.features_TF)
+    hidden_TD = draft.fuse(lesson.features_TF)
     keys: list[tuple[Tensor, Tensor]] = []
     total = torch.zeros((), device=device)
     hits = []
     weight = 1.0
     for number in range(passes):
-        query, key, value = draft.begin(embeds_TD, hidden_TD, position_T)
+        residual_TD, query, key, value = draft.begin(embeds_TD, hidden_TD, position_T)
         keys.append((key, value))
-        hidden_TD = draft.finish(hidden_TD, _attend(query, keys, position_T, start_T, draft.form.scaling))
+        hidden_TD = draft.finish(residual_TD, _attend(query, keys, position_T, start_T, draft.form.scaling))
         # At t the drafter has seen the token at t + 1, and is asked about the next: what the target says at t + 1.
         counts_T = (position_T + 1 < length_T) & (position_T - number >= 0) & (position_T + 2 >= prompt_T)
         at_N = counts_T.nonzero().squeeze(1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slipstream.draft.eagle import DraftModel, Features, draft_config
+from slipstream.draft.eagle import Features, build_draft
 from slipstream.draft.lesson import Lesson, lesson_loss
 from slipstream.models.weights import named_weights
 from slipstream.rng import keyed_random
@@ -79,18 +79,25 @@ class Lessons:
 
 class DrafterTrainer:
     def __init__(
-        self, target: PreTrainedModel, *, lr: float, temperature: float, budget_bytes: int, seed: int = 0
+        self,
+        target: PreTrainedModel,
+        *,
+        lr: float,
+        temperature: float,
+        budget_bytes: int,
+        kind: str = "eagle3",
+        seed: int = 0,
     ) -> None:
         """`target`: the model that is trained, in the trainer's number format."""
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
         assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
-        self.model = DraftModel(draft_config(target.config), seed).to(embedding.weight.device)
+        self.model = build_draft(target.config, kind, seed).to(embedding.weight.device)
         self.lessons = Lessons(budget_bytes)
         self._embed = nn.Embedding.from_pretrained(embedding.weight.detach(), freeze=True)
         self._head = nn.Linear(head.in_features, head.out_features, bias=False, device="meta")
         self._head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)
-        self._features = Features(target)
-        self._temperature, self._seed = temperature, seed
+        self._features = Features(target, kind)
+        self._temperature, self._kind, self._seed = temperature, kind, seed
         self.num_updates = 0
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=BETAS)
 
@@ -145,12 +152,16 @@ class DrafterTrainer:
     def state_dict(self) -> dict[str, Any]:
         """What training goes on from; texts are collected anew."""
         return {
+            "kind": self._kind,
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "num_updates": self.num_updates,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        kind = state.get("kind", "eagle3")  # older checkpoints have but this one
+        if kind != self._kind:
+            raise ValueError(f"this drafter is of the kind {kind}; write drafter.kind={kind}")
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.num_updates = state["num_updates"]

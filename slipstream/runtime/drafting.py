@@ -56,7 +56,9 @@ def build_drafter(config: Config, history: HistoryStore | None, device: torch.de
         device=device,
         past=lambda ids: _past_texts(history, ids),
         rule=config.draft.widths,
-        guesser=ModelGuesser(num_slots=config.engine.max_sequences, seed=config.seed) if learns(config) else None,
+        guesser=ModelGuesser(num_slots=config.engine.max_sequences, kind=config.drafter.kind, seed=config.seed)
+        if learns(config)
+        else None,
     )
 
 
@@ -85,6 +87,7 @@ def build_drafter_trainer(config: Config, trainer: Trainer) -> DrafterTrainer:
         lr=config.drafter.lr,
         temperature=config.sampling.temperature,
         budget_bytes=int(config.drafter.memory_gb * 1e9),
+        kind=config.drafter.kind,
         seed=config.seed,
     )
     trainer.on_hidden = lambda batch, hidden_TD: learner.collect(

@@ -1,4 +1,4 @@
-"""The command line: train | eval | check | report | bench. Parses, calls one function, says plainly what went wrong.
+"""The command line: train | eval | train-drafter | export-drafter | check | report | bench. Parses, calls one function, says plainly what went wrong.
 
 Exit codes: 0 done; 1 the run failed (disk, graders, numbers); 2 the user can fix it; 130 stopped by Ctrl-C.
 Nothing heavy is imported before a command needs it, so that `--help` answers at once.
@@ -91,6 +91,29 @@ def evaluate(
     else:
         for name, value in sorted(metrics.items()):
             typer.echo(f"{name:40} {value:.4f}")
+
+
+@app.command("export-drafter")
+def export_drafter(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, a checkpoint folder, or a folder of train-drafter.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder to write.")],
+    file_format: Annotated[
+        str | None, typer.Option("--format", help="eagle3 or eagle; without it that of the drafter's kind.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    target: Annotated[
+        Path | None, typer.Option(help="The model that it drafts for, if that is not where it was any more.")
+    ] = None,
+) -> None:
+    """Write a run's drafter as vLLM and SGLang load it: config.json and model.safetensors.
+
+    For example: slipstream export-drafter runs/mine --format eagle3 drafters/mine
+    """
+    from slipstream.runtime.drafters import export_from
+
+    typer.echo("\n".join(export_from(source, folder, file_format=file_format, dtype=dtype, target=target)))
 
 
 @app.command()

@@ -31,6 +31,7 @@ from slipstream.models.weights import cast_weights
 from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
+from slipstream.runtime.drafters import SavedDrafter, load_drafter_state, warm_drafter
 from slipstream.runtime.drafting import (
     STRATEGIES,
     build_drafter,
@@ -106,6 +107,7 @@ def run_training(
             max_new_tokens=limit,
         )
         check_warm_history(config)
+        warm = warm_drafter(config, model.config)
         # From here on the folder changes: everything that the user can get wrong has been looked at.
         folder.begin(recipe, checkpoint, overwrite)
         store = stack.enter_context(RunStore(folder.path))
@@ -120,7 +122,7 @@ def run_training(
         if remembers(config):
             history = stack.enter_context(open_history(config, folder.path, run.step))
         engine = build_engine(config, model, tokenizer, device, history, run.selector)
-        run.prepare_drafter(engine, checkpoint)
+        run.prepare_drafter(engine, checkpoint, warm)
         reason = run.loop(engine, history, grader, prompts, eval_sets, stop_token_ids(model, tokenizer))
         return Outcome(reason, folder.path, run.step)
 
@@ -211,14 +213,16 @@ class _Run:
             raise ValueError(f"{folder} is missing: algorithm.kl_coef > 0 needs the model that this run started from")
         return load_model(str(folder), dtype=torch.float32, device=device).eval()
 
-    def prepare_drafter(self, engine: Engine, checkpoint: Checkpoint | None) -> None:
-        """One that learns goes on from the checkpoint, if that has one."""
+    def prepare_drafter(self, engine: Engine, checkpoint: Checkpoint | None, warm: SavedDrafter | None) -> None:
+        """One that learns goes on from the checkpoint, if that has one; a new run may take another's weights."""
         if not learns(self.config):
             return
         self.learner = build_drafter_trainer(self.config, self.trainer)
-        saved = checkpoint.trainer_state.get("drafter") if checkpoint is not None else None
+        saved = load_drafter_state(checkpoint) if checkpoint is not None else None
         if saved is not None:
             self.learner.load_state_dict(saved)
+        elif warm is not None:
+            self.learner.model.load_state_dict(warm.state["model"])
         publish(self.learner, engine)
 
     def save(self, step: int, run_state: dict[str, Any]) -> None:

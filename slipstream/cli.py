@@ -1,4 +1,4 @@
-"""The command line: train | eval | train-drafter | export-drafter | check | report | bench. Parses, calls one function, says plainly what went wrong.
+"""The command line. A command parses, calls one function, and says plainly what went wrong.
 
 Exit codes: 0 done; 1 the run failed (disk, graders, numbers); 2 the user can fix it; 130 stopped by Ctrl-C.
 Nothing heavy is imported before a command needs it, so that `--help` answers at once.

@@ -1,4 +1,4 @@
-"""Drafters on disk: in a run's checkpoints, or in a folder of their own; found, saved, taken over and exported.
+"""Drafters on disk: in a run's checkpoints, or in a folder of their own; found, saved and exported.
 
 A folder of its own holds `drafter.pt` (as `DrafterTrainer.state_dict` has it) and `drafter.json` (the checkpoint whose
 policy it drafts for, and how it was taught).
@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from slipstream.config import Config
 from slipstream.draft.eagle import build_draft
 from slipstream.draft.export import FORMATS, export_drafter, refuse_filled, works_in_sglang
 from slipstream.models.loading import load_model
-from slipstream.runtime.drafting import learns
 from slipstream.train.checkpoint import Checkpoint, find_damage, latest_checkpoint, load_checkpoint
 
 STATE, ABOUT = "drafter.pt", "drafter.json"
@@ -55,8 +53,8 @@ def find_drafter(source: Path) -> SavedDrafter:
     found = load_drafter_state(checkpoint)
     if found is None:
         raise ValueError(
-            f"{checkpoint.path} has no drafter: train with draft.source=drafter or both, or teach one from what the run "
-            f"recorded: slipstream train-drafter {source}"
+            f"{checkpoint.path} has no drafter: train with draft.source=drafter or both, or teach one from what "
+            f"the run recorded: slipstream train-drafter {source}"
         )
     return SavedDrafter(found, checkpoint.path)
 
@@ -137,19 +135,3 @@ def check_fit(drafter: SavedDrafter, target: PretrainedConfig) -> None:
             f"this drafter is for another model than {drafter.target.name}: its {name} is "
             f"{tuple(given.get(name, ()))}, and {tuple(wanted.get(name, ()))} is needed"
         )
-
-
-def warm_drafter(config: Config, target: PretrainedConfig) -> SavedDrafter | None:
-    """What a new run's drafter begins with, if the recipe says so; ValueError if it cannot."""
-    source = config.drafter.warm_from
-    if source is None:
-        return None
-    if not learns(config):
-        raise ValueError(
-            "drafter.warm_from is of no use without a drafter: write draft.source=drafter or both, or leave it out"
-        )
-    drafter = find_drafter(source)
-    if drafter.kind != config.drafter.kind:
-        raise ValueError(f"{source} holds a drafter of the kind {drafter.kind}: write drafter.kind={drafter.kind}")
-    check_fit(drafter, target)
-    return drafter

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from slipstream.config import Config
 from slipstream.draft.history import HistoryDrafter
@@ -23,6 +24,7 @@ from slipstream.history.store import HistoryStore, PastRollout
 from slipstream.history.takeover import find_source
 from slipstream.models.rendering import prompt_key
 from slipstream.observe.metrics import draft_share_name
+from slipstream.runtime.drafters import SavedDrafter, check_fit, find_drafter
 from slipstream.runtime.rollouts import GradedGroup
 from slipstream.train.trainer import Trainer
 from slipstream.types import ORIGIN_NAMES, Scored
@@ -94,6 +96,22 @@ def build_drafter_trainer(config: Config, trainer: Trainer) -> DrafterTrainer:
         batch.token_ids_T, batch.lengths, batch.response_lengths, hidden_TD
     )
     return learner
+
+
+def warm_drafter(config: Config, target: PretrainedConfig) -> SavedDrafter | None:
+    """What a new run's drafter begins with, if the recipe says so; ValueError if it cannot."""
+    source = config.drafter.warm_from
+    if source is None:
+        return None
+    if not learns(config):
+        raise ValueError(
+            "drafter.warm_from is of no use without a drafter: write draft.source=drafter or both, or leave it out"
+        )
+    drafter = find_drafter(source)
+    if drafter.kind != config.drafter.kind:
+        raise ValueError(f"{source} holds a drafter of the kind {drafter.kind}: write drafter.kind={drafter.kind}")
+    check_fit(drafter, target)
+    return drafter
 
 
 def publish(learner: DrafterTrainer, engine: Engine) -> None:

@@ -31,7 +31,7 @@ from slipstream.models.weights import cast_weights
 from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
-from slipstream.runtime.drafters import SavedDrafter, load_drafter_state, warm_drafter
+from slipstream.runtime.drafters import SavedDrafter, load_drafter_state
 from slipstream.runtime.drafting import (
     STRATEGIES,
     build_drafter,
@@ -42,6 +42,7 @@ from slipstream.runtime.drafting import (
     publish,
     remembers,
     settle_source,
+    warm_drafter,
 )
 from slipstream.runtime.driver import drive
 from slipstream.runtime.evaluation import Interrupted

@@ -11,6 +11,7 @@ Axes: T packed tokens, D hidden size, F features (3 D or D), H query heads, K ke
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -176,6 +177,11 @@ class Eagle1(DraftModel):
 
 
 KINDS: dict[str, type[DraftModel]] = {"eagle3": Eagle3, "eagle1": Eagle1}
+
+
+def kind_of(names: Iterable[str]) -> str:
+    """Whose weights have these names."""
+    return "eagle3" if any(name.startswith("midlayer.") for name in names) else "eagle1"
 
 
 def build_draft(target: PretrainedConfig, kind: str, seed: int = 0) -> DraftModel:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slipstream.draft.eagle import Features, build_draft
+from slipstream.draft.eagle import Features, build_draft, kind_of
 from slipstream.draft.lesson import Lesson, lesson_loss
 from slipstream.models.weights import named_weights
 from slipstream.rng import keyed_random
@@ -152,14 +152,13 @@ class DrafterTrainer:
     def state_dict(self) -> dict[str, Any]:
         """What training goes on from; texts are collected anew."""
         return {
-            "kind": self._kind,
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "num_updates": self.num_updates,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        kind = state.get("kind", "eagle3")  # older checkpoints have but this one
+        kind = kind_of(state["model"])
         if kind != self._kind:
             raise ValueError(f"this drafter is of the kind {kind}; write drafter.kind={kind}")
         self.model.load_state_dict(state["model"])

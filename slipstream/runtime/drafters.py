@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from slipstream.draft.eagle import build_draft
+from slipstream.draft.eagle import build_draft, kind_of
 from slipstream.draft.export import FORMATS, export_drafter, refuse_filled, works_in_sglang
 from slipstream.models.loading import load_model
 from slipstream.train.checkpoint import Checkpoint, find_damage, latest_checkpoint, load_checkpoint
@@ -34,7 +34,7 @@ class SavedDrafter:
 
     @property
     def kind(self) -> str:
-        return str(self.state.get("kind", "eagle3"))
+        return kind_of(self.state["model"])
 
 
 def load_drafter_state(checkpoint: Checkpoint) -> dict[str, Any] | None:

@@ -70,7 +70,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _StopFlag:
+class StopFlag:
     """Set by a signal; the warm start and the world look at it."""
 
     reason: str | None = None
@@ -113,7 +113,7 @@ def run_training(
         folder.begin(recipe, checkpoint, overwrite)
         store = stack.enter_context(RunStore(folder.path))
         log = stack.enter_context(MetricLog(folder.path, config.run.loggers, config.model_dump(mode="json")))
-        flag = stack.enter_context(_stop_on_signals())
+        flag = stack.enter_context(stop_on_signals())
         run = _Run(config, tokenizer, model, trainer, store, log, console, flag)
         run.begin(checkpoint, device)
         if not run.warm_up(pairs):
@@ -140,7 +140,7 @@ class _Run:
         store: RunStore,
         log: MetricLog,
         console: Console,
-        flag: _StopFlag,
+        flag: StopFlag,
     ) -> None:
         self.config, self.tokenizer, self.model, self.trainer = config, tokenizer, model, trainer
         self.store, self.log, self.console, self.flag = store, log, console, flag
@@ -364,13 +364,13 @@ def hold_out(prompts: Sequence[Prompt], eval_sets: Mapping[str, Sequence[Prompt]
 
 
 @contextmanager
-def _stop_on_signals() -> Iterator[_StopFlag]:
+def stop_on_signals() -> Iterator[StopFlag]:
     """The first Ctrl-C (or SIGTERM) asks for a checkpoint and an end; the second one ends at once.
 
     A second signal within a second is still the first: `timeout` and batch systems signal the process and its group.
     The handler only sets a flag: printing in it could break into a print under way.
     """
-    flag = _StopFlag()
+    flag = StopFlag()
     first_s = 0.0
 
     def on_signal(number: int, frame: FrameType | None) -> None:

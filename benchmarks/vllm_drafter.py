@@ -3,11 +3,12 @@
     python benchmarks/vllm_drafter.py SOURCE [SOURCE ...] --vllm-python FILE --out FILE
 
 SOURCE is what `slipstream export-drafter` takes: a run, a checkpoint, or a folder of `train-drafter`. It is exported in
-float32 and served greedily by vLLM, in an environment of its own (`vllm_serve.py`), where all that its drafter says is
-caught on the way. Ours is computed plainly from the tokens that were known, with the target's features from its Hugging
-Face class and the weights as they were before the export; further drafts go on with the tokens that vLLM drafted.
-Compared are the logits of every draft and which token is the likeliest, and, as a check of the serving itself, whether
-the text is the target's own greedy one. Exit code 1 if a likeliest token differs or a logit by more than --tolerance.
+float32, and vLLM, in an environment of its own (`vllm_serve.py`), answers prompts of the run greedily with it; all that
+its drafter says is caught on the way. Ours is computed plainly from the tokens that were known, with the target's
+features from its Hugging Face class and the weights as they were before the export; further drafts go on with the
+tokens that vLLM drafted. Compared are the logits of every draft and which token is the likeliest, and, as a check of
+the serving itself, whether the text is the target's own greedy one. Exit code 1 if a likeliest token differs, or a
+logit by more than --tolerance.
 """
 
 from __future__ import annotations
@@ -24,22 +25,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.config import load_config
 from slipstream.draft.eagle import DraftModel, Features, build_draft
 from slipstream.draft.export import FORMATS
 from slipstream.models.attention import attend_causally
-from slipstream.models.loading import load_model
+from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.packed import document_hidden, head_logits
-from slipstream.rng import keyed_random
+from slipstream.models.rendering import stop_token_ids
 from slipstream.runtime.drafters import SavedDrafter, export_from, find_drafter
+from slipstream.runtime.offline import recorded_samples
 
 DRAFTS = 4
-PROMPT_TOKENS = 12
 
 
-def serve(python: str, drafter: SavedDrafter, folder: Path, prompts: list[list[int]], new_tokens: int) -> Any:
+def prompts_of(run: Path, target: Path, most: int) -> list[tuple[int, ...]]:
+    """Of rollouts that `train-drafter` holds out."""
+    _, held_out = recorded_samples(run, load_config(run / "config.yaml"), str(target))
+    return list(dict.fromkeys(sample.ids[: sample.num_prompt] for sample in held_out))[:most]
+
+
+def serve(python: str, drafter: SavedDrafter, folder: Path, told: dict[str, Any], new_tokens: int) -> Any:
     """What vLLM said."""
     method = next(name for name, kind in FORMATS.items() if kind == drafter.kind)
-    (folder.parent / "prompts.json").write_text(json.dumps(prompts))
+    (folder.parent / "prompts.json").write_text(json.dumps(told))
     out = folder.parent / "said.pt"
     subprocess.run(
         [
@@ -73,28 +81,24 @@ def our_logits(model: Any, features: Features, draft: DraftModel, known: Tensor,
 def compare(python: str, source: Path, num_prompts: int, new_tokens: int) -> dict[str, Any]:
     drafter = find_drafter(source)
     model: Any = load_model(str(drafter.target), dtype=torch.float32, device=torch.device("cpu"))
-    prompts = [
-        [
-            keyed_random("vllm drafter", number, place).randrange(3, model.config.vocab_size)
-            for place in range(PROMPT_TOKENS)
-        ]
-        for number in range(num_prompts)
-    ]
+    run = drafter.target.parent.parent
+    prompts = prompts_of(run, drafter.target, num_prompts)
+    stop = stop_token_ids(model, load_tokenizer(str(drafter.target)))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "drafter"
         export_from(source, folder, file_format=None, dtype="float32", target=None)
-        served = serve(python, drafter, folder, prompts, new_tokens)
+        served = serve(python, drafter, folder, {"prompts": prompts, "stop": stop}, new_tokens)
     draft = build_draft(model.config, drafter.kind).eval()
     draft.load_state_dict(drafter.state["model"])
     features = Features(model, drafter.kind)
     worst, largest, num_same, num_drafts = [0.0] * DRAFTS, 0.0, 0, 0
     num_greedy, num_tokens, num_steps = 0, 0, 0
-    for answer in served["texts"]:
+    for prompt, answer in zip(prompts, served["texts"], strict=True):
         text = torch.tensor(answer["text"])
         with torch.inference_mode():
             own = head_logits(model, document_hidden(model, text, [len(text)])).argmax(-1)
-        num_greedy += int((own[PROMPT_TOKENS - 1 : -1] == text[PROMPT_TOKENS:]).sum())
-        num_tokens += len(text) - PROMPT_TOKENS
+        num_greedy += int((own[len(prompt) - 1 : -1] == text[len(prompt) :]).sum())
+        num_tokens += len(text) - len(prompt)
         # The last step may have gone past the end, and drafted after tokens that are not in the text.
         num_steps += len(answer["said"])
         for said in answer["said"]:
@@ -127,8 +131,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", type=Path)
     parser.add_argument("--vllm-python", required=True, help="The Python of an environment that has vLLM.")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--tolerance", type=float, default=1e-3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

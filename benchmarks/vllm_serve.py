@@ -2,8 +2,9 @@
 
     python benchmarks/vllm_serve.py TARGET DRAFTER METHOD PROMPTS.json OUT.pt --drafts 4 --new-tokens 48
 
-Prompts (lists of token ids) are served greedily in float32, one at a time. Written are the vLLM version and for each
-prompt its text and what was said: after how many known tokens, which tokens were drafted, and the logits of each.
+PROMPTS.json has "prompts", lists of token ids, and "stop", ids that end a text. They are served greedily in float32,
+one at a time. Written are the vLLM version and for each prompt its text and what was said: after how many known
+tokens, which tokens were drafted, and the logits of each.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ def main() -> None:
         },
     )
     said = listen(llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter)
-    asked = vllm.SamplingParams(temperature=0, max_tokens=options.new_tokens, ignore_eos=True, detokenize=False)
-    texts = []
     with open(options.prompts) as file:
-        prompts = json.load(file)
-    for prompt in prompts:
+        told = json.load(file)
+    asked = vllm.SamplingParams(
+        temperature=0, max_tokens=options.new_tokens, stop_token_ids=told["stop"], detokenize=False
+    )
+    texts = []
+    for prompt in told["prompts"]:
         said.clear()
         (answer,) = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
         texts.append({"text": [*prompt, *answer.outputs[0].token_ids], "said": list(said)})

@@ -193,9 +193,9 @@ def test_stopped_it_has_what_it_learned_and_goes_on(
     with monkeypatch.context() as patched:
         patched.setattr(DrafterTrainer, "train", stopping)
         assert call(*words) == 130
-    assert "stopped after 8 updates" in capsys.readouterr().out
+    assert "stopped after 4 updates" in capsys.readouterr().out
     first = find_drafter(folder)
-    assert first.state["num_updates"] == 8
+    assert first.state["num_updates"] == 4
     assert call(*words, "--resume") == 0 and find_drafter(folder).state["num_updates"] == 12
     assert (
         call(*words[:3], str(tmp_path / "no"), "--resume") == 2

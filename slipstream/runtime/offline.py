@@ -36,8 +36,8 @@ NEWEST_ROLLOUTS = 4096
 """That are learned from: older ones are of a policy that is no more."""
 LONGEST_TEXT = 2048
 """Tokens of a rollout that are looked at, with its prompt, from its beginning."""
-ROUND_UPDATES, ROUND_TOKENS = 8, 8192
-"""Between two looks at new texts."""
+ROUND_UPDATES, ROUND_TOKENS = 4, 4096
+"""Between two looks at new texts, and at whether it is to stop."""
 HELD_OUT = 10
 """One prompt in so many is never learned from."""
 JUDGED_TOKENS = 8192

@@ -1,4 +1,4 @@
-"""The command line: train | eval | check | report | bench. Parses, calls one function, says plainly what went wrong.
+"""The command line. A command parses, calls one function, and says plainly what went wrong.
 
 Exit codes: 0 done; 1 the run failed (disk, graders, numbers); 2 the user can fix it; 130 stopped by Ctrl-C.
 Nothing heavy is imported before a command needs it, so that `--help` answers at once.
@@ -91,6 +91,69 @@ def evaluate(
     else:
         for name, value in sorted(metrics.items()):
             typer.echo(f"{name:40} {value:.4f}")
+
+
+@app.command("train-drafter", context_settings=_TAKES_OVERRIDES)
+def train_drafter(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, with or without a drafter.")],
+    updates: Annotated[int, typer.Option(help="Of the drafter, in all.", min=1)] = 400,
+    out: Annotated[Path | None, typer.Option(help="A new folder for the drafter; without it RUN/drafter.")] = None,
+    begin_with: Annotated[
+        Path | None, typer.Option("--from", help="Begin with this drafter: a run's, or a folder of train-drafter.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the drafter in the folder.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> None:
+    """Teach a drafter from the rollouts that a run recorded, and say what it is worth on some that it was not shown.
+
+    Ctrl-C writes what it has learned. Settings can be changed as in train, for example:
+    slipstream train-drafter runs/quickstart --updates 800 --out drafters/mine drafter.lr=1e-3 drafter.kind=eagle1
+
+    A run uses it from its first step on: slipstream train recipes/x.yaml draft.source=both drafter.warm_from=DIR
+    """
+    from slipstream.config import collect_overrides
+    from slipstream.runtime.offline import train_offline
+
+    taught = train_offline(
+        run,
+        collect_overrides(context.args),
+        updates=updates,
+        out=out,
+        begin_with=begin_with,
+        resume=resume,
+        quiet=quiet,
+    )
+    lines = [*taught.lines, f"the drafter: {taught.folder}; in vLLM: slipstream export-drafter {taught.folder} NEW_DIR"]
+    if not taught.is_done:
+        lines.append(f"stopped after {taught.num_updates} updates; go on with the same command and --resume")
+    if not quiet:
+        typer.echo("\n".join(lines))
+    if not taught.is_done:
+        raise typer.Exit(130)
+
+
+@app.command("export-drafter")
+def export_drafter(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, a checkpoint folder, or a folder of train-drafter.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder to write.")],
+    file_format: Annotated[
+        str | None, typer.Option("--format", help="eagle3 or eagle; without it that of the drafter's kind.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    target: Annotated[
+        Path | None, typer.Option(help="The model that it drafts for, if that is not where it was any more.")
+    ] = None,
+) -> None:
+    """Write a run's drafter as vLLM and SGLang load it: config.json and model.safetensors.
+
+    For example: slipstream export-drafter runs/mine --format eagle3 drafters/mine
+    """
+    from slipstream.runtime.drafters import export_from
+
+    typer.echo("\n".join(export_from(source, folder, file_format=file_format, dtype=dtype, target=target)))
 
 
 @app.command()

@@ -131,6 +131,11 @@ class Draft(Section):
 class Drafter(Section):
     """The model of draft.source=drafter or both: one layer over the policy's hidden states."""
 
+    kind: Literal["eagle3", "eagle1"] = "eagle3"
+    """eagle3 sees hidden states of three layers; eagle1 only the last, so it keeps and computes less and guesses
+    worse."""
+    warm_from: Path | None = None
+    """A folder of `slipstream train-drafter`, or a run with a drafter: a new run's drafter begins with its weights."""
     updates: int = Field(16, ge=0)
     """For each step of training. On a GPU as many as possible run beside the last sequences of its rollout, without
     slowing them by more than 3 %; the others, and all on a CPU, come after it, on texts of that step."""

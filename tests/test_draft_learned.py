@@ -10,7 +10,7 @@ import torch
 from test_draft_history import MAX_LENGTH, NUM_SLOTS, drafter_with, generate, groups, tiny
 from torch import Tensor
 
-from slipstream.draft.eagle import DraftModel, Features, draft_config, feature_layers
+from slipstream.draft.eagle import KINDS, DraftModel, Features, build_draft, feature_layers
 from slipstream.draft.learned import ModelGuesser
 from slipstream.engine.engine import Engine
 from slipstream.engine.packing import DraftSizes
@@ -27,27 +27,33 @@ SEED = 7
 CPU = torch.device("cpu")
 
 
-def sharp(seed: int) -> DraftModel:
+of_each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def sharp(kind: str, seed: int) -> DraftModel:
     """Untrained, but with opinions."""
-    model = DraftModel(draft_config(tiny().config), seed)
+    model = build_draft(tiny().config, kind, seed)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(4.0)
     return model
 
 
-def guessing(strategy: Strategy, past: Sequence[Rollout] = (), **engine_changes: int) -> tuple[ModelGuesser, Engine]:
+def guessing(
+    kind: str, strategy: Strategy, past: Sequence[Rollout] = (), **engine_changes: int
+) -> tuple[ModelGuesser, Engine]:
     drafter = drafter_with(past, rule="aimd")
-    drafter.guesser = ModelGuesser(num_slots=NUM_SLOTS)
+    drafter.guesser = ModelGuesser(num_slots=NUM_SLOTS, kind=kind)
     sizes = {"max_sequences": NUM_SLOTS, "max_length": MAX_LENGTH} | engine_changes
     return drafter.guesser, Engine(tiny(), drafter=drafter, policy=Always(strategy), **sizes)
 
 
+@of_each_kind
 @pytest.mark.parametrize("changes", [{"kv_tokens": 256}, {"steps_ahead": 2}])
 @pytest.mark.parametrize("strategy", [Strategy(4.0, 0, DEPTH), Strategy(2.0, 2, 3)])
-def test_a_poor_drafter_changes_no_bit(strategy: Strategy, changes: dict[str, int]) -> None:
+def test_a_poor_drafter_changes_no_bit(kind: str, strategy: Strategy, changes: dict[str, int]) -> None:
     plain, _ = generate(groups(3, 4))
-    _, engine = guessing(strategy, list(plain.values())[::2], **changes)
+    _, engine = guessing(kind, strategy, list(plain.values())[::2], **changes)
     for group in groups(3, 4):
         engine.submit(group)
     drafted: dict[str, Rollout] = {}
@@ -65,14 +71,14 @@ def target() -> Any:
     return model.requires_grad_(False)
 
 
-def plain_chain(model: Any, draft: DraftModel, ids: Tensor) -> list[int]:
+def plain_chain(model: Any, kind: str, draft: DraftModel, ids: Tensor) -> list[int]:
     """What is drafted after `ids`, as the words of `eagle.py` have it: everything computed anew, one text."""
-    features = Features(model)
+    features = Features(model, kind)
     document_hidden(model, ids, [len(ids)])
     embed, last = model.get_input_embeddings(), len(ids) - 1
-    hidden = draft.fc(features.take()[:last])
-    query, keys, values = draft.begin(embed(ids[1:]), hidden, torch.arange(last))
-    hidden = draft.finish(hidden, attend_causally(query, keys, values, draft.form))[-1:]
+    hidden = draft.fuse(features.take()[:last])
+    residual, query, keys, values = draft.begin(embed(ids[1:]), hidden, torch.arange(last))
+    hidden = draft.finish(residual, attend_causally(query, keys, values, draft.form))[-1:]
     tokens = []
     for place in range(DEPTH):
         one = torch.ones(1)
@@ -88,16 +94,17 @@ def plain_chain(model: Any, draft: DraftModel, ids: Tensor) -> list[int]:
         logits = model.get_output_embeddings()(draft.head_input(hidden)).float()
         token, _ = sample_plainly(logits, rows, torch.full((1,), -torch.inf))
         tokens.append(int(token))
-        query, key, value = draft.begin(embed(token), hidden, torch.tensor([last + place]))
+        residual, query, key, value = draft.begin(embed(token), hidden, torch.tensor([last + place]))
         keys, values = torch.cat([keys, key]), torch.cat([values, value])
-        hidden = draft.finish(hidden, attend_causally(query, keys, values, draft.form))
+        hidden = draft.finish(residual, attend_causally(query, keys, values, draft.form))
     return tokens
 
 
+@of_each_kind
 @torch.inference_mode()
-def test_what_it_drafts_in_the_step_is_what_it_drafts_by_hand() -> None:
-    draft, model = sharp(3), target()
-    guesser, engine = guessing(Strategy(4.0, 0, DEPTH))
+def test_what_it_drafts_in_the_step_is_what_it_drafts_by_hand(kind: str) -> None:
+    draft, model = sharp(kind, 3), target()
+    guesser, engine = guessing(kind, Strategy(4.0, 0, DEPTH))
     guesser.write(draft.state_dict().items())
     text = tuple(range(40, 60))
     request = Request("a", "a", (5, 6, 7), SEED, SamplingParams(max_new_tokens=len(text)), script_ids=text)
@@ -116,7 +123,7 @@ def test_what_it_drafts_in_the_step_is_what_it_drafts_by_hand() -> None:
         engine.step()
     assert len(seen) > 10
     ids = torch.tensor([*request.prompt_ids, *text])
-    assert seen == {known: plain_chain(model, draft, ids[:known]) for known in seen}
+    assert seen == {known: plain_chain(model, kind, draft, ids[:known]) for known in seen}
 
 
 def test_features_are_taken_where_other_engines_take_them() -> None:

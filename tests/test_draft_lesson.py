@@ -51,7 +51,7 @@ def plain_losses(model: Any, draft: DraftModel, window: Window, passes: int, sca
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     ids, size = window.ids_T, len(window.ids_T)
     losses: list[list[Tensor]] = [[] for _ in range(passes)]
-    fused = draft.fc(window.features_TF)
+    fused = draft.fuse(window.features_TF)
     for begin in range(size - 1):
         # Features are known up to `begin`; from there on it goes by itself.
         seen = begin + 1

@@ -1,15 +1,17 @@
-"""A drafter of one decoder layer over the target's own hidden states (EAGLE-3): its weights and its forward.
+"""Drafters of one decoder layer over the target's own hidden states (EAGLE): their weights and their forward.
 
-At position i it is given the token at i + 1 and the target's features of position i, its hidden states after a low, a
-middle and a high layer; it says what the token at i + 2 is. Further ahead it goes on from its own hidden state in place
-of the features. Embedding and head are the target's, shared and never changed. Parameters have the names and shapes
-that vLLM and SGLang load (`export.py`).
+At position i a drafter is given the token at i + 1 and the target's features of position i; it says what the token at
+i + 2 is. Further ahead it goes on from its own hidden state in place of the features. Embedding and head are the
+target's, shared and never changed. Features of `eagle3` are the target's hidden states after a low, a middle and a high
+layer, fused; that of `eagle1` is the one that goes to the target's head, and so does its own hidden state. Parameters
+have the names and shapes that vLLM and SGLang load (`export.py`).
 
-Axes: T packed tokens, D hidden size, F = 3 D features, H query heads, K key/value heads, V vocabulary.
+Axes: T packed tokens, D hidden size, F features (3 D or D), H query heads, K key/value heads, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,7 +26,8 @@ from transformers.models.llama.modeling_llama import (
 
 from slipstream.models.attention import AttentionForm
 
-NUM_FEATURES = 3
+FEATURES = {"eagle3": 3, "eagle1": 1}
+"""By kind: hidden states of the target that it is given."""
 
 
 def feature_layers(num_layers: int) -> tuple[int, int, int]:
@@ -56,11 +59,10 @@ def draft_config(target: PretrainedConfig) -> LlamaConfig:
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, width: int) -> None:
         super().__init__()
         assert config.head_dim is not None and config.num_key_value_heads is not None
-        width, query = 2 * config.hidden_size, config.num_attention_heads * config.head_dim
-        key = config.num_key_value_heads * config.head_dim
+        query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(width, query, bias=False)
         self.k_proj = nn.Linear(width, key, bias=False)
         self.v_proj = nn.Linear(width, key, bias=False)
@@ -68,38 +70,65 @@ class _Attention(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, width: int) -> None:
         super().__init__()
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = _Attention(config)
+        self.self_attn = _Attention(config, width)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
 
+class _LayerOfBoth(_Layer):
+    """Its attention sees the token's embedding beside the hidden state, each normed by itself."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, 2 * config.hidden_size)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
 class DraftModel(nn.Module):
-    def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
+    """What both kinds share. `fuse` the features, or go on from what `finish` gave; `begin`; attend; `finish`."""
+
+    fc: nn.Linear
+
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         assert config.head_dim is not None
         self.form = AttentionForm(float(config.head_dim**-0.5))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.fc = nn.Linear(NUM_FEATURES * config.hidden_size, config.hidden_size, bias=False)
-            self.midlayer = _Layer(config)
-            self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-            for module in self.modules():
-                if isinstance(module, nn.Linear):
-                    nn.init.normal_(module.weight, std=config.initializer_range)
         self._rotary = LlamaRotaryEmbedding(config)
 
-    def begin(self, embeds_TD: Tensor, hidden_TD: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [T, H, D / H], key and value [T, K, D / H]."""
-        layer, size = self.midlayer, self.config.head_dim
-        both = torch.cat([layer.input_layernorm(embeds_TD), layer.hidden_norm(hidden_TD)], -1)
-        projections = layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
-        query, key, value = (project(both).unflatten(-1, (-1, size)) for project in projections)
-        cos, sin = self._rotary(embeds_TD.unsqueeze(0), position_T.unsqueeze(0))
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        """The hidden state [T, D] that stands for the target's features."""
+        raise NotImplementedError
+
+    def begin(self, embeds_TD: Tensor, hidden_TD: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `finish` adds to [T, D]; query [T, H, D / H], key and value [T, K, D / H]."""
+        raise NotImplementedError
+
+    def finish(self, residual_TD: Tensor, attended: Tensor) -> Tensor:
+        """The hidden state with which drafting goes on; `head_input` of it goes to the target's head."""
+        layer = self.layer
+        hidden_TD = residual_TD + layer.self_attn.o_proj(attended.flatten(1))
+        return hidden_TD + layer.mlp(layer.post_attention_layernorm(hidden_TD))  # type: ignore[no-any-return]
+
+    def head_input(self, hidden_TD: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def turns(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary embedding, in float32: [T, D / H] both."""
+        cos, sin = self._rotary(torch.zeros(1, device=position_T.device), position_T.unsqueeze(0))
+        return cos[0], sin[0]
+
+    @property
+    def layer(self) -> _Layer:
+        raise NotImplementedError
+
+    def _project(self, inputs: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        attention = self.layer.self_attn
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        query, key, value = (project(inputs).unflatten(-1, (-1, self.config.head_dim)) for project in projections)
+        cos, sin = self._rotary(inputs.unsqueeze(0), position_T.unsqueeze(0))
         query, key = (
             turned[0].transpose(0, 1)
             for turned in apply_rotary_pos_emb(
@@ -108,40 +137,94 @@ class DraftModel(nn.Module):
         )
         return query, key, value
 
-    def finish(self, hidden_TD: Tensor, attended: Tensor) -> Tensor:
-        """The hidden state with which drafting goes on; `head_input` of it goes to the target's head."""
+
+class Eagle3(DraftModel):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(FEATURES["eagle3"] * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = _LayerOfBoth(config)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        return self.fc(features_TF)  # type: ignore[no-any-return]
+
+    def begin(self, embeds_TD: Tensor, hidden_TD: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         layer = self.midlayer
-        hidden_TD = hidden_TD + layer.self_attn.o_proj(attended.flatten(1))
-        return hidden_TD + layer.mlp(layer.post_attention_layernorm(hidden_TD))  # type: ignore[no-any-return]
+        both = torch.cat([layer.input_layernorm(embeds_TD), layer.hidden_norm(hidden_TD)], -1)
+        return hidden_TD, *self._project(both, position_T)
 
     def head_input(self, hidden_TD: Tensor) -> Tensor:
         return self.norm(hidden_TD)  # type: ignore[no-any-return]
 
-    def turns(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary embedding, in float32: [T, D / H] both."""
-        cos, sin = self._rotary(torch.zeros(1, device=position_T.device), position_T.unsqueeze(0))
-        return cos[0], sin[0]
+    @property
+    def layer(self) -> _Layer:
+        return self.midlayer
+
+
+class Eagle1(DraftModel):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([_Layer(config, config.hidden_size)])
+
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        return features_TF
+
+    def begin(self, embeds_TD: Tensor, hidden_TD: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        joined_TD = self.fc(torch.cat([embeds_TD, hidden_TD], -1))
+        return joined_TD, *self._project(joined_TD, position_T)
+
+    def head_input(self, hidden_TD: Tensor) -> Tensor:
+        return hidden_TD
+
+    @property
+    def layer(self) -> _Layer:
+        layer = self.layers[0]
+        assert isinstance(layer, _Layer)
+        return layer
+
+
+KINDS: dict[str, type[DraftModel]] = {"eagle3": Eagle3, "eagle1": Eagle1}
+
+
+def kind_of(names: Iterable[str]) -> str:
+    """Whose weights have these names."""
+    return "eagle3" if any(name.startswith("midlayer.") for name in names) else "eagle1"
+
+
+def build_draft(target: PretrainedConfig, kind: str, seed: int = 0) -> DraftModel:
+    """An untaught drafter for a target."""
+    config = draft_config(target)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = KINDS[kind](config)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=config.initializer_range)
+    return model
 
 
 class Features:
-    """The target's hidden states that the drafter is given, caught as they pass in a forward."""
+    """The target's hidden states that a drafter of this kind is given, caught as they pass in a forward."""
 
-    def __init__(self, target: PreTrainedModel) -> None:
+    def __init__(self, target: PreTrainedModel, kind: str) -> None:
         base: Any = target.base_model
-        wanted = feature_layers(len(base.layers))
-        self._caught: list[Tensor | None] = [None] * NUM_FEATURES
+        modules = [base]  # whose result is what goes to the head
+        if kind == "eagle3":
+            layers = feature_layers(len(base.layers))
+            modules = [base.layers[number - 1] if number else base.embed_tokens for number in layers]
+        self._caught: list[Tensor | None] = [None] * len(modules)
         self._hooks = []
-        for place, number in enumerate(wanted):
-            module = base.layers[number - 1] if number else base.embed_tokens
+        for place, module in enumerate(modules):
 
             def catch(_: Any, __: Any, out: Any, place: int = place) -> None:
-                self._caught[place] = (out[0] if isinstance(out, tuple) else out)[0].detach()
+                self._caught[place] = (out if isinstance(out, Tensor) else out[0])[0].detach()
 
             self._hooks.append(module.register_forward_hook(catch))
 
     def take(self) -> Tensor:
         """[T, F] of the last forward."""
-        caught, self._caught = self._caught, [None] * NUM_FEATURES
+        caught, self._caught = self._caught, [None] * len(self._caught)
         assert all(one is not None for one in caught), "no forward of the target came before"
         return torch.cat([one for one in caught if one is not None], -1)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.draft import growing
-from slipstream.draft.eagle import DraftModel, Features, draft_config
+from slipstream.draft.eagle import Features, build_draft
 from slipstream.draft.fast_eagle import FastDraft
 from slipstream.engine.packing import DraftSizes, sampling_rows
 from slipstream.engine.sampling import sample_rows
@@ -33,17 +33,18 @@ SOURCE = 4
 
 
 class ModelGuesser:
-    def __init__(self, *, num_slots: int, seed: int = 0) -> None:
-        self._num_slots, self._seed = num_slots, seed
+    def __init__(self, *, num_slots: int, kind: str = "eagle3", seed: int = 0) -> None:
+        self._num_slots, self._kind, self._seed = num_slots, kind, seed
 
     def attach(self, target: PreTrainedModel, pages: KVPages, max_length: int) -> None:
         """To the engine whose target it drafts for."""
         weight = target.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
-        self.model = DraftModel(draft_config(target.config), self._seed).to(weight.device).eval().requires_grad_(False)
+        model = build_draft(target.config, self._kind, self._seed).to(weight.device).eval()
+        self.model = model.requires_grad_(False)
         cast_weights(self.model, weight.dtype)
         self.pages = pages
-        self._target, self._features = target, Features(target)
+        self._target, self._features = target, Features(target, self._kind)
         self._fast = FastDraft(self.model, weight.detach(), pages, max_length)
         after_writing(self.model, self._fast.refresh)
         width = self.model.config.hidden_size

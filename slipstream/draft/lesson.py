@@ -110,15 +110,15 @@ def lesson_loss(
     weight_JN = torch.stack([share_N * FADING**number for number, share_N in enumerate(shares_JN)])
     with torch.no_grad():
         embeds_TD = embed(lesson.ids_T.roll(-1))
-    hidden_TD = draft.fc(lesson.features_TF)
+    hidden_TD = draft.fuse(lesson.features_TF)
     keys: list[tuple[Tensor, Tensor]] = []
     said = []
     for number in range(passes):
         if number:
             hidden_TD = hidden_TD.roll(1, 0)  # a text's first token gets another's last: it is not asked from here on
-        query, key, value = draft.begin(embeds_TD, hidden_TD, position_T)
+        residual_TD, query, key, value = draft.begin(embeds_TD, hidden_TD, position_T)
         keys.append((key, value))
-        hidden_TD = draft.finish(hidden_TD, _attend(query, keys, start_T, draft.form.scaling))
+        hidden_TD = draft.finish(residual_TD, _attend(query, keys, start_T, draft.form.scaling))
         said.append(draft.head_input(hidden_TD[at_N]))
     # At t the drafter has seen the token at t + 1, and is asked about the next: what the target says at t + 1.
     wanted_ND = lesson.last_TD[(at_N + 1).clamp(max=len(number_T) - 1)]

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slipstream.draft.eagle import NUM_FEATURES, DraftModel, Features, draft_config
+from slipstream.draft.eagle import FEATURES, Features, build_draft, kind_of
 from slipstream.draft.lesson import Lesson, Window, lesson_loss
 from slipstream.draft.lessons import Lessons, Text
+from slipstream.draft.saved import WEIGHTS
 from slipstream.models.weights import named_weights
 from slipstream.rng import derive_seed
 
@@ -49,6 +50,7 @@ class DrafterTrainer:
         memory_bytes: int,
         disk_bytes: int = 0,
         folder: Path | None = None,
+        kind: str = "eagle3",
         seed: int = 0,
         graphs: bool = True,
     ) -> None:
@@ -58,13 +60,13 @@ class DrafterTrainer:
         assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
         self.device = device = embedding.weight.device
         on_gpu = device.type == "cuda"
-        self.model = DraftModel(draft_config(target.config), seed).to(device)
+        self.model = build_draft(target.config, kind, seed).to(device)
         self.lessons = Lessons(memory_bytes, disk_bytes, folder)
         self._embed = nn.Embedding.from_pretrained(embedding.weight.detach(), freeze=True)
         self._head = nn.Linear(head.in_features, head.out_features, bias=False, device="meta")
         self._head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)
-        self._features = Features(target)
-        self._temperature, self._seed = temperature, seed
+        self._features = Features(target, kind)
+        self._temperature, self._kind, self._seed = temperature, kind, seed
         self.num_updates = 0
         self._settings = {"lr": lr, "betas": BETAS, "capturable": on_gpu}
         self._optimizer = torch.optim.AdamW(self.model.parameters(), **self._settings)  # type: ignore[arg-type]
@@ -179,7 +181,7 @@ class DrafterTrainer:
     def state_dict(self) -> dict[str, Tensor]:
         """What training goes on from, on the host, by names as in a file; texts are collected anew."""
         self.finish()
-        tensors = {f"model.{name}": tensor for name, tensor in self.weights()}
+        tensors = {f"{WEIGHTS}{name}": tensor for name, tensor in self.weights()}
         for name, parameter in self.model.named_parameters():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{key}.{name}"] = value
@@ -189,7 +191,10 @@ class DrafterTrainer:
     def load_state_dict(self, tensors: dict[str, Tensor], num_updates: int) -> None:
         """ValueError if this is another model's."""
         own = dict(self.model.named_parameters())
-        given = {name.removeprefix("model."): one for name, one in tensors.items() if name.startswith("model.")}
+        given = {name.removeprefix(WEIGHTS): one for name, one in tensors.items() if name.startswith(WEIGHTS)}
+        kind = kind_of(given)
+        if kind != self._kind:
+            raise ValueError(f"this drafter is of the kind {kind}; write drafter.kind={kind}")
         if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in given.items()}:
             raise ValueError("it has other weights than a drafter of this policy")
         self.finish()
@@ -215,7 +220,7 @@ class DrafterTrainer:
 
     def _room(self, num_tokens: int) -> Lesson:
         width = self.model.config.hidden_size
-        return Lesson.room(num_tokens, NUM_FEATURES * width, width, self._dtype, self.device)
+        return Lesson.room(num_tokens, FEATURES[self._kind] * width, width, self._dtype, self.device)
 
     def _draw(self, number: int) -> list[Window]:
         return self.lessons.draw(LESSON_TOKENS, self._seed, number)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from slipstream.config import Config
 from slipstream.draft.history import HistoryDrafter
@@ -25,6 +26,7 @@ from slipstream.history.takeover import find_source
 from slipstream.models.rendering import prompt_key
 from slipstream.observe.metrics import draft_share_name
 from slipstream.runtime.folder import LESSONS_FOLDER
+from slipstream.runtime.drafters import SavedDrafter, check_fit, find_drafter
 from slipstream.runtime.rollouts import GradedGroup
 from slipstream.train.checkpoint import earlier_checkpoints
 from slipstream.train.trainer import Trainer
@@ -59,7 +61,9 @@ def build_drafter(config: Config, history: HistoryStore | None, device: torch.de
         device=device,
         past=lambda ids: _past_texts(history, ids),
         rule=config.draft.widths,
-        guesser=ModelGuesser(num_slots=config.engine.max_sequences, seed=config.seed) if learns(config) else None,
+        guesser=ModelGuesser(num_slots=config.engine.max_sequences, kind=config.drafter.kind, seed=config.seed)
+        if learns(config)
+        else None,
     )
 
 
@@ -90,6 +94,7 @@ def build_drafter_trainer(config: Config, trainer: Trainer) -> DrafterTrainer:
         memory_bytes=int(config.drafter.memory_gb * 1e9),
         disk_bytes=int(config.drafter.disk_gb * 1e9),
         folder=config.run.dir / LESSONS_FOLDER,
+        kind=config.drafter.kind,
         seed=config.seed,
     )
     trainer.on_hidden = lambda batch, hidden_TD: learner.collect(
@@ -142,6 +147,22 @@ def restore_drafter(learner: DrafterTrainer, checkpoint: Path, target_digest: st
             warnings.warn(f"{problem}; the drafter goes on from {folder}", stacklevel=2)
         return
     warnings.warn(f"{problem}; training goes on with a new drafter", stacklevel=2)
+
+
+def warm_drafter(config: Config, target: PretrainedConfig) -> SavedDrafter | None:
+    """What a new run's drafter begins with, if the recipe says so; ValueError if it cannot."""
+    source = config.drafter.warm_from
+    if source is None:
+        return None
+    if not learns(config):
+        raise ValueError(
+            "drafter.warm_from is of no use without a drafter: write draft.source=drafter or both, or leave it out"
+        )
+    drafter = find_drafter(source)
+    if drafter.kind != config.drafter.kind:
+        raise ValueError(f"{source} holds a drafter of the kind {drafter.kind}: write drafter.kind={drafter.kind}")
+    check_fit(drafter, target)
+    return drafter
 
 
 def _past_texts(history: HistoryStore | None, prompt_ids: tuple[int, ...]) -> list[Text]:

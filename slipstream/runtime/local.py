@@ -32,6 +32,7 @@ from slipstream.models.weights import cast_weights, fingerprint
 from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
+from slipstream.runtime.drafters import SavedDrafter
 from slipstream.runtime.drafting import (
     STRATEGIES,
     build_drafter,
@@ -42,6 +43,7 @@ from slipstream.runtime.drafting import (
     remembers,
     restore_drafter,
     settle_source,
+    warm_drafter,
 )
 from slipstream.runtime.driver import drive
 from slipstream.runtime.evaluation import Interrupted
@@ -69,7 +71,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _StopFlag:
+class StopFlag:
     """Set by a signal; the warm start and the world look at it."""
 
     reason: str | None = None
@@ -107,11 +109,12 @@ def run_training(
             max_new_tokens=limit,
         )
         check_warm_history(config)
+        warm = warm_drafter(config, model.config)
         # From here on the folder changes: everything that the user can get wrong has been looked at.
         folder.begin(recipe, checkpoint, overwrite)
         store = stack.enter_context(RunStore(folder.path))
         log = stack.enter_context(MetricLog(folder.path, config.run.loggers, config.model_dump(mode="json")))
-        flag = stack.enter_context(_stop_on_signals())
+        flag = stack.enter_context(stop_on_signals())
         run = _Run(config, tokenizer, model, trainer, store, log, console, flag)
         stack.callback(run.close)
         run.begin(checkpoint, device)
@@ -122,7 +125,7 @@ def run_training(
         if remembers(config):
             history = stack.enter_context(open_history(config, folder.path, run.step))
         engine = build_engine(config, model, tokenizer, device, history, run.selector)
-        run.prepare_drafter(checkpoint)
+        run.prepare_drafter(checkpoint, warm)
         reason = run.loop(engine, history, grader, prompts, eval_sets, stop_token_ids(model, tokenizer))
         return Outcome(reason, folder.path, run.step)
 
@@ -139,7 +142,7 @@ class _Run:
         store: RunStore,
         log: MetricLog,
         console: Console,
-        flag: _StopFlag,
+        flag: StopFlag,
     ) -> None:
         self.config, self.tokenizer, self.model, self.trainer = config, tokenizer, model, trainer
         self.store, self.log, self.console, self.flag = store, log, console, flag
@@ -214,13 +217,15 @@ class _Run:
             raise ValueError(f"{folder} is missing: algorithm.kl_coef > 0 needs the model that this run started from")
         return load_model(str(folder), dtype=torch.float32, device=device).eval()
 
-    def prepare_drafter(self, checkpoint: Checkpoint | None) -> None:
-        """One that learns goes on from the checkpoint."""
+    def prepare_drafter(self, checkpoint: Checkpoint | None, warm: SavedDrafter | None) -> None:
+        """One that learns goes on from the checkpoint; a new run may take another's weights."""
         if not learns(self.config):
             return
         self.learner = build_drafter_trainer(self.config, self.trainer)
         if checkpoint is not None:
             restore_drafter(self.learner, checkpoint.path, fingerprint(self.model))
+        elif warm is not None:
+            self.learner.model.load_state_dict(warm.state.weights)
 
     def close(self) -> None:
         self.drafter_saver.close()
@@ -366,13 +371,13 @@ def hold_out(prompts: Sequence[Prompt], eval_sets: Mapping[str, Sequence[Prompt]
 
 
 @contextmanager
-def _stop_on_signals() -> Iterator[_StopFlag]:
+def stop_on_signals() -> Iterator[StopFlag]:
     """The first Ctrl-C (or SIGTERM) asks for a checkpoint and an end; the second one ends at once.
 
     A second signal within a second is still the first: `timeout` and batch systems signal the process and its group.
     The handler only sets a flag: printing in it could break into a print under way.
     """
-    flag = _StopFlag()
+    flag = StopFlag()
     first_s = 0.0
 
     def on_signal(number: int, frame: FrameType | None) -> None:

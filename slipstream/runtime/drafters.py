@@ -1,0 +1,127 @@
+"""Drafters on disk: in a run's checkpoints, or in a folder of their own; found, saved and exported.
+
+A folder of its own holds the drafter as a checkpoint does (`draft/saved.py`) and `drafter.json`: the checkpoint whose
+policy it drafts for, and how it was taught.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from slipstream.draft.eagle import build_draft, kind_of
+from slipstream.draft.export import FORMATS, export_drafter, refuse_filled, works_in_sglang
+from slipstream.draft.saved import DRAFTER_FILE, DrafterState, load_drafter_state, save_drafter_state
+from slipstream.models.loading import load_model
+from slipstream.train.checkpoint import find_damage, latest_checkpoint
+
+ABOUT = "drafter.json"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SERVED_DRAFTS = 4
+"""Of a step, in what we say to type: as many as a drafter is taught to go on its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedDrafter:
+    state: DrafterState
+    target: Path
+    """The checkpoint of the policy that it drafts for."""
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.state.weights)
+
+
+def find_drafter(source: Path) -> SavedDrafter:
+    """Of a run's latest checkpoint, of a checkpoint, or of a folder of `train-drafter`."""
+    if (source / ABOUT).is_file():
+        about = json.loads((source / ABOUT).read_text())
+        return SavedDrafter(load_drafter_state(source), Path(about["target"]))
+    checkpoint = find_checkpoint(source)
+    if not (checkpoint / DRAFTER_FILE).is_file():
+        raise ValueError(
+            f"{checkpoint} has no drafter: train with draft.source=drafter or both, or teach one from what "
+            f"the run recorded: slipstream train-drafter {source}"
+        )
+    return SavedDrafter(load_drafter_state(checkpoint), checkpoint)
+
+
+def find_checkpoint(source: Path) -> Path:
+    """Of a run the latest, or the one given."""
+    if (source / "config.yaml").is_file():
+        latest = latest_checkpoint(source)
+        if latest is None:
+            raise ValueError(f"{source} has no checkpoint yet")
+        return latest
+    if not (source / "manifest.json").is_file():
+        raise ValueError(f"{source} is neither a run folder, nor a checkpoint, nor a folder of train-drafter")
+    return source
+
+
+def save_drafter(folder: Path, state: DrafterState, about: dict[str, Any]) -> None:
+    """Each file whole: one that is there is replaced at once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_drafter_state(folder, state)
+    partial = folder / f".{ABOUT}"
+    partial.write_text(json.dumps(about, indent=1) + "\n")
+    os.replace(partial, folder / ABOUT)
+
+
+def export_from(source: Path, folder: Path, *, file_format: str | None, dtype: str, target: Path | None) -> list[str]:
+    """What to type to use it. ValueError for what the user can fix, before anything is written."""
+    if file_format is not None and file_format not in FORMATS:
+        raise ValueError(f"unknown format {file_format!r}: one of {', '.join(FORMATS)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
+    refuse_filled(folder)
+    drafter = find_drafter(source)
+    own_format = next(name for name, kind in FORMATS.items() if kind == drafter.kind)
+    if file_format not in (None, own_format):
+        raise ValueError(f"the drafter of {source} is of the kind {drafter.kind}: give --format {own_format}")
+    target = target or drafter.target
+    damage = find_damage(target) if (target / "manifest.json").is_file() else None
+    if not target.is_dir() or damage is not None:
+        why = damage or "there is no such folder"
+        raise ValueError(f"the model that it drafts for, {target}, cannot be read: {why}; give one with --target")
+    model = load_model(str(target), dtype=torch.float32, device=torch.device("cpu"))
+    check_fit(drafter, model.config)
+    head = model.get_output_embeddings()
+    assert isinstance(head, torch.nn.Linear)
+    export_drafter(
+        folder,
+        file_format=own_format,
+        weights=drafter.state.weights,
+        target=model.config,
+        head_VD=head.weight,
+        dtype=DTYPES[dtype],
+    )
+    asked = {"method": own_format, "model": str(folder), "num_speculative_tokens": SERVED_DRAFTS}
+    lines = [
+        f"wrote {folder}: a drafter for {target}",
+        f"use it in vLLM: vllm serve {target} --speculative-config '{json.dumps(asked)}'",
+    ]
+    if works_in_sglang(own_format, model.config):
+        lines.append(
+            f"or in SGLang: python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path {folder}"
+        )
+    return lines
+
+
+def check_fit(drafter: SavedDrafter, target: PretrainedConfig) -> None:
+    """ValueError if it was made for a model of another shape."""
+    with torch.device("meta"):
+        wanted = {name: tensor.shape for name, tensor in build_draft(target, drafter.kind).state_dict().items()}
+    given = {name: tensor.shape for name, tensor in drafter.state.weights.items()}
+    if wanted != given:
+        name = next(name for name in sorted(wanted.keys() | given.keys()) if wanted.get(name) != given.get(name))
+        raise ValueError(
+            f"this drafter is for another model than {drafter.target.name}: its {name} is "
+            f"{tuple(given.get(name, ()))}, and {tuple(wanted.get(name, ()))} is needed"
+        )

@@ -86,6 +86,10 @@ class Lessons:
         return len(self._new) + len(self._old)
 
     @property
+    def num_new(self) -> int:
+        return len(self._new)
+
+    @property
     def has_spilled(self) -> bool:
         return self._used[SpilledText] > 0
 

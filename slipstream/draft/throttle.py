@@ -1,9 +1,9 @@
 """When an update of the drafter may run beside the engine's steps, so that these slow down by no more than a bound.
 
 Told how long each step took and whether an update ran beside it. With steps beside an update taking `1 + c` times as
-long as others (medians of the last ones), a share of bound / c of all steps may be such. The next update may start if,
-with the steps it will take, the tail stays within that share. What is not known yet is taken to be expensive. Since
-steps get faster as sequences end, a step without an update is wanted now and then to compare with.
+long as others, a share of bound / c of all steps may be such. The next update may start if, with the steps it will
+take, the tail stays within that share. What is not known yet is taken to be expensive. Since steps get faster as
+sequences end, each is compared with the last ones without an update, and such a one is waited for now and then.
 
 Invariants, asserted by `tests/test_draft_throttle.py`: the mean slow-down of a tail exceeds the bound by one update at
 most; updates that cost less than the bound wait for nothing but that step to compare with.
@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-REMEMBERED = 15
-"""Steps of either kind that the medians are of."""
+REMEMBERED_QUIET, REMEMBERED_BUSY = 9, 15
+"""Steps without and beside an update that the medians are of."""
 LEAST_QUIET = 4
-"""Steps without an update before the first one."""
+"""Steps without an update in a tail before the first one."""
 LONGEST_BUSY = 16
 """Steps after which one without an update is waited for."""
 ASSUMED_COST = 1.0
@@ -27,8 +27,9 @@ ASSUMED_COST = 1.0
 class Throttle:
     def __init__(self, bound: float) -> None:
         self.bound = bound
-        self._quiet_s: deque[float] = deque(maxlen=REMEMBERED)
-        self._busy_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._quiet_s: deque[float] = deque(maxlen=REMEMBERED_QUIET)
+        self._ratios: deque[float] = deque(maxlen=REMEMBERED_BUSY)
+        """Of steps beside an update to those without one at that time."""
         self._steps_each = 1.0
         """Steps that an update runs beside."""
         self.begin_tail()
@@ -37,13 +38,12 @@ class Throttle:
         """Each tail keeps the bound by itself; what updates cost is remembered."""
         self.num_steps = self.num_busy = self.num_updates = 0
         self._since_quiet = 0
+        self._quiet_s.clear()
 
     @property
     def cost(self) -> float | None:
-        """By how much steps beside an update take longer; None before both kinds were measured."""
-        if len(self._quiet_s) < LEAST_QUIET or not self._busy_s:
-            return None
-        return median(self._busy_s) / median(self._quiet_s) - 1.0
+        """By how much steps beside an update take longer; None before any were measured."""
+        return median(self._ratios) - 1.0 if self._ratios else None
 
     @property
     def slowdown(self) -> float:
@@ -55,7 +55,8 @@ class Throttle:
         if beside_update:
             self.num_busy += 1
             self._since_quiet += 1
-            self._busy_s.append(seconds)
+            if self._quiet_s:
+                self._ratios.append(seconds / median(self._quiet_s))
         else:
             self._since_quiet = 0
             self._quiet_s.append(seconds)

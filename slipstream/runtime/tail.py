@@ -196,5 +196,5 @@ class Learning:
     def end_training(self) -> dict[str, float]:
         self._trainer.train(max(0, self._updates - self._num_in_tail))
         self._publisher.publish()
-        self.tail.add_lessons(len(self._trainer.lessons))
+        self.tail.add_lessons(self._trainer.lessons.num_new)
         return self._trainer.take_metrics()

@@ -25,8 +25,8 @@ from slipstream.history.store import HistoryStore, PastRollout
 from slipstream.history.takeover import find_source
 from slipstream.models.rendering import prompt_key
 from slipstream.observe.metrics import draft_share_name
-from slipstream.runtime.folder import LESSONS_FOLDER
 from slipstream.runtime.drafters import SavedDrafter, check_fit, find_drafter
+from slipstream.runtime.folder import LESSONS_FOLDER
 from slipstream.runtime.rollouts import GradedGroup
 from slipstream.train.checkpoint import earlier_checkpoints
 from slipstream.train.trainer import Trainer

@@ -89,7 +89,7 @@ def compare(python: str, source: Path, num_prompts: int, new_tokens: int) -> dic
         export_from(source, folder, file_format=None, dtype="float32", target=None)
         served = serve(python, drafter, folder, {"prompts": prompts, "stop": stop}, new_tokens)
     draft = build_draft(model.config, drafter.kind).eval()
-    draft.load_state_dict(drafter.state["model"])
+    draft.load_state_dict(drafter.state.weights)
     features = Features(model, drafter.kind)
     worst, largest, num_same, num_drafts = [0.0] * DRAFTS, 0.0, 0, 0
     num_greedy, num_tokens, num_steps = 0, 0, 0
@@ -113,7 +113,7 @@ def compare(python: str, source: Path, num_prompts: int, new_tokens: int) -> dic
     return {
         "source": source.name,
         "kind": drafter.kind,
-        "updates": drafter.state["num_updates"],
+        "updates": drafter.state.num_updates,
         "target_layers": model.config.num_hidden_layers,
         "target_hidden_size": model.config.hidden_size,
         "vllm": served["vllm"],

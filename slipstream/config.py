@@ -132,8 +132,7 @@ class Drafter(Section):
     """The model of draft.source=drafter or both: one layer over the policy's hidden states."""
 
     kind: Literal["eagle3", "eagle1"] = "eagle3"
-    """eagle3 sees hidden states of three layers; eagle1 only the last, so it keeps and computes less and guesses
-    worse."""
+    """eagle3 sees the policy's hidden states after three layers; eagle1 only the last, which takes half the memory."""
     warm_from: Path | None = None
     """A folder of `slipstream train-drafter`, or a run with a drafter: a new run's drafter begins with its weights."""
     updates: int = Field(16, ge=0)

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.draft import lesson as lesson_module
-from slipstream.draft.eagle import DraftModel, Features, draft_config
+from slipstream.draft.eagle import FEATURES, KINDS, DraftModel, Features, build_draft
 from slipstream.draft.lesson import FADING, Lesson, Window, lesson_loss
 from slipstream.draft.online import DrafterTrainer
 from slipstream.models.attention import attend_causally
@@ -23,8 +23,10 @@ from slipstream.models.packed import document_hidden
 TEXTS = [[5, 6, 7, *range(40, 52)], [5, 6, 8, *range(60, 80)], [5, 6, 9, 30]]
 
 
-def windows_of(model: Any, texts: Sequence[Sequence[int]], num_prompt: int) -> list[Window]:
-    windows, features = [], Features(model)
+def windows_of(
+    model: Any, texts: Sequence[Sequence[int]], num_prompt: int, kind: str = "eagle3"
+) -> list[Window]:
+    windows, features = [], Features(model, kind)
     for text in texts:
         ids = torch.tensor(text)
         with torch.no_grad():
@@ -34,13 +36,13 @@ def windows_of(model: Any, texts: Sequence[Sequence[int]], num_prompt: int) -> l
     return windows
 
 
-def room(num_tokens: int) -> Lesson:
+def room(num_tokens: int, kind: str = "eagle3") -> Lesson:
     width = tiny().config.hidden_size
-    return Lesson.room(num_tokens, 3 * width, width, torch.float32, CPU)
+    return Lesson.room(num_tokens, FEATURES[kind] * width, width, torch.float32, CPU)
 
 
-def packed(windows: Sequence[Window], num_tokens: int) -> Lesson:
-    lesson = room(num_tokens)
+def packed(windows: Sequence[Window], num_tokens: int, kind: str = "eagle3") -> Lesson:
+    lesson = room(num_tokens, kind)
     lesson.features_TF.fill_(3.0)  # what an earlier lesson left behind
     lesson.fill(windows, 1)
     return lesson
@@ -57,16 +59,16 @@ def plain_losses(model: Any, draft: DraftModel, window: Window, passes: int, sca
         seen = begin + 1
         hidden = fused[:seen]
         positions = window.first + torch.arange(size)
-        query, keys, values = draft.begin(embed(ids[1 : seen + 1]), hidden, positions[:seen])
-        state = draft.finish(hidden, attend_causally(query, keys, values, draft.form))[-1:]
+        residual, query, keys, values = draft.begin(embed(ids[1 : seen + 1]), hidden, positions[:seen])
+        state = draft.finish(residual, attend_causally(query, keys, values, draft.form))[-1:]
         for number in range(passes):
             at = begin + number
             if number:
                 if at >= size - 1:
                     break
-                query, key, value = draft.begin(embed(ids[at + 1 : at + 2]), state, positions[at : at + 1])
+                residual, query, key, value = draft.begin(embed(ids[at + 1 : at + 2]), state, positions[at : at + 1])
                 keys, values = torch.cat([keys, key]), torch.cat([values, value])
-                state = draft.finish(state, attend_causally(query, keys, values, draft.form))
+                state = draft.finish(residual, attend_causally(query, keys, values, draft.form))
             if window.first + at + 2 >= window.num_prompt:
                 wanted = (head(window.last_TD[at + 1]) * scale).softmax(-1)
                 said = head(draft.head_input(state[0])) * scale
@@ -74,17 +76,18 @@ def plain_losses(model: Any, draft: DraftModel, window: Window, passes: int, sca
     return losses
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_tokens", [sum(map(len, TEXTS)), 64])
 def test_the_lesson_and_its_gradients_are_those_of_every_position_by_itself(
-    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed texts do not see one another at any pass, and padding does not count."""
     monkeypatch.setattr(lesson_module, "LOGIT_BYTES", 4 * 200 * 10 * 4)  # several parts
-    model, draft, passes, scale = target(), sharp(5), 4, 1 / 0.7
-    windows = windows_of(model, TEXTS, 3)
+    model, draft, passes, scale = target(), sharp(kind, 5), 4, 1 / 0.7
+    windows = windows_of(model, TEXTS, 3, kind)
     windows[1] = Window(*(one[4:] for one in (windows[1].ids_T, windows[1].features_TF, windows[1].last_TD)), 4, 3)
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    lesson = packed(windows, num_tokens)
+    lesson = packed(windows, num_tokens, kind)
     taught = lesson_loss(draft, embed, head, lesson, passes=passes, inverse_temperature=scale)
     gradients = torch.autograd.grad(taught.loss, list(draft.parameters()))
 
@@ -100,7 +103,7 @@ def test_the_lesson_and_its_gradients_are_those_of_every_position_by_itself(
 
 
 def test_some_positions_are_asked_about_by_chance() -> None:
-    model, draft = target(), sharp(5)
+    model, draft = target(), sharp("eagle3", 5)
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     windows, lesson = windows_of(model, TEXTS, 3), room(64)
 
@@ -121,7 +124,7 @@ def test_some_positions_are_asked_about_by_chance() -> None:
 
 def test_a_lesson_teaches() -> None:
     """A text that repeats itself can be foretold at every pass."""
-    model, draft = target(), DraftModel(draft_config(tiny().config))
+    model, draft = target(), build_draft(tiny().config, "eagle3")
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     lesson = packed(windows_of(model, [[5, 6, 7, *[40, 41, 42] * 6]], 3), 32)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
@@ -140,7 +143,7 @@ def test_a_lesson_teaches() -> None:
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 def test_in_half_precision_it_teaches_nearly_the_same() -> None:
     """As on a GPU."""
-    model, draft = target(), sharp(5)
+    model, draft = target(), sharp("eagle3", 5)
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     windows, width = windows_of(model, TEXTS, 3), tiny().config.hidden_size
     half = Lesson.room(64, 3 * width, width, torch.bfloat16, CPU)
@@ -171,7 +174,7 @@ class HostReads(TorchDispatchMode):
 
 
 def test_an_update_reads_nothing_on_the_host() -> None:
-    model, draft = target(), sharp(5)
+    model, draft = target(), sharp("eagle3", 5)
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     lesson = packed(windows_of(model, TEXTS, 3), 64)
     with HostReads() as reads:
@@ -189,7 +192,7 @@ def student(seed: int = 0, **changes: Any) -> DrafterTrainer:
 
 def show(trainer: DrafterTrainer, model: nn.Module, texts: Sequence[Sequence[int]]) -> None:
     """As the trainer of the policy does."""
-    features = Features(model)  # type: ignore[arg-type]
+    features = Features(model, "eagle3")  # type: ignore[arg-type]
     ids, lengths = torch.tensor([token for text in texts for token in text]), [len(text) for text in texts]
     with torch.no_grad():
         last = document_hidden(model, ids, lengths)  # type: ignore[arg-type]

@@ -20,10 +20,11 @@ from transformers import LlamaConfig
 
 from slipstream.config import build_config, load_config
 from slipstream.draft import online
-from slipstream.draft.eagle import Features, build_draft, kind_of
+from slipstream.draft.eagle import DraftModel, Features, build_draft, kind_of
 from slipstream.draft.export import FORMATS, exported_config
 from slipstream.draft.judge import num_steps, right_drafts
 from slipstream.draft.online import DrafterTrainer
+from slipstream.draft.saved import WEIGHTS, DrafterState
 from slipstream.engine.strategy import Strategy
 from slipstream.models.loading import load_tokenizer
 from slipstream.models.packed import document_hidden
@@ -82,14 +83,17 @@ def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
     )
 
 
+def untaught(model: DraftModel) -> DrafterState:
+    return DrafterState(0, 0, "", {f"{WEIGHTS}{name}": one.detach() for name, one in model.named_parameters()})
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a drafter; a folder of the other kind, for that run's policy; and a run without."""
     folder = tmp_path_factory.mktemp("runs")
     changes = {"draft": {"source": "drafter"}, "drafter": {"updates": 1}}
     run_training(build_config(recipe(folder, run={"dir": str(folder / "eagle3")}, **changes)), quiet=True)
-    drafter = {"model": sharp("eagle1", 3).state_dict(), "num_updates": 0}
-    save_drafter(folder / "eagle1", drafter, {"target": str(folder / "eagle3" / "checkpoints" / "step_2")})
+    save_drafter(folder / "eagle1", untaught(sharp("eagle1", 3)), {"target": str(folder / "eagle3" / "checkpoints" / "step_2")})
     save_checkpoint(
         folder / "without",
         2,
@@ -119,7 +123,7 @@ def test_what_is_exported_is_what_there_is(
     said = capsys.readouterr().out
     assert f"vllm serve {checkpoint}" in said and f'"method": "{own_format}", "model": "{out}"' in said
     weights, policy = load_file(out / "model.safetensors"), load_file(checkpoint / "model.safetensors")
-    ours = find_drafter(runs / kind).state["model"]
+    ours = find_drafter(runs / kind).state.weights
     if kind == "eagle3":
         assert torch.equal(weights.pop("lm_head.weight"), policy["model.embed_tokens.weight"])
     assert weights.keys() == ours.keys() and all(torch.equal(weights[name], ours[name]) for name in ours)
@@ -176,7 +180,7 @@ def test_a_recorded_run_teaches_a_drafter_that_the_next_run_begins_with(
     changes = {"draft": {"source": "drafter"}, "drafter": {"updates": 0, "warm_from": str(folder)}, "warmup": None}
     new = recipe(tmp_path, train={"steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2}, **changes)
     run_training(build_config(new), quiet=True)
-    begun_with, has = find_drafter(folder).state["model"], find_drafter(tmp_path / "run").state["model"]
+    begun_with, has = find_drafter(folder).state.weights, find_drafter(tmp_path / "run").state.weights
     assert all(torch.equal(begun_with[name], has[name]) for name in begun_with)
 
 
@@ -195,8 +199,8 @@ def test_stopped_it_has_what_it_learned_and_goes_on(
         assert call(*words) == 130
     assert "stopped after 4 updates" in capsys.readouterr().out
     first = find_drafter(folder)
-    assert first.state["num_updates"] == 4
-    assert call(*words, "--resume") == 0 and find_drafter(folder).state["num_updates"] == 12
+    assert first.state.num_updates == 4
+    assert call(*words, "--resume") == 0 and find_drafter(folder).state.num_updates == 12
     assert (
         call(*words[:3], str(tmp_path / "no"), "--resume") == 2
         and "no drafter to go on with" in capsys.readouterr().err
@@ -225,7 +229,7 @@ def test_a_drafter_that_does_not_fit_is_noticed_before_anything_is_written(
 ) -> None:
     monkeypatch.chdir(runs)
     wide = LlamaConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=3, vocab_size=100)
-    save_drafter(runs / "wide", {"model": build_draft(wide, "eagle3").state_dict()}, {"target": "elsewhere"})
+    save_drafter(runs / "wide", untaught(build_draft(wide, "eagle3")), {"target": "elsewhere"})
     drafter = {"warm_from": "eagle3"} | changes.get("drafter", {})
     tree = recipe(tmp_path, draft=changes.get("draft", {"source": "both"}), drafter=drafter)
     with pytest.raises(ValueError, match=message):
@@ -235,7 +239,7 @@ def test_a_drafter_that_does_not_fit_is_noticed_before_anything_is_written(
 
 def test_a_resumed_run_keeps_its_kind(runs: Path) -> None:
     state = find_drafter(runs / "eagle1").state
-    assert kind_of(state["model"]) == "eagle1"
-    learner = DrafterTrainer(target(), lr=1e-3, temperature=1.0, budget_bytes=0, kind="eagle3")
+    assert kind_of(state.weights) == "eagle1"
+    learner = DrafterTrainer(target(), lr=1e-3, temperature=1.0, memory_bytes=0, kind="eagle3")
     with pytest.raises(ValueError, match=r"write drafter\.kind=eagle1"):
-        learner.load_state_dict(state)
+        learner.load_state_dict(state.tensors, 0)

@@ -38,7 +38,7 @@ def tree_engine(strategy: Strategy, past: Any = (), **changes: Any) -> tuple[Mod
 def test_trees_change_no_bit(strategy: Strategy, changes: dict[str, int]) -> None:
     plain, _ = generate(groups(3, 4))
     guesser, engine = tree_engine(strategy, list(plain.values())[::2], **changes)
-    guesser.write(sharp(3).state_dict().items())
+    guesser.write(sharp("eagle3", 3).state_dict().items())
     for group in groups(3, 4):
         engine.submit(group)
     drafted: dict[str, Rollout] = {}
@@ -53,7 +53,7 @@ def test_trees_change_no_bit(strategy: Strategy, changes: dict[str, int]) -> Non
 def test_the_first_way_through_a_tree_is_the_chain() -> None:
     """The chain's drafts are in the tree, each after the one before; and no two that follow the same draft are equal.
     They are drawn with the same noise, from keys that only the tree's own places hold."""
-    draft, model = sharp(3), target()
+    draft, model = sharp("eagle3", 3), target()
     guesser, engine = tree_engine(Strategy(24.0, 0, 4, 2))
     guesser.write(draft.state_dict().items())
     text = tuple(range(40, 60))
@@ -78,7 +78,7 @@ def test_the_first_way_through_a_tree_is_the_chain() -> None:
         pairs = list(zip(parents, drafts, strict=True))
         assert len(set(pairs)) == len(pairs) and all(parent < place for place, parent in enumerate(parents))
         at = -1
-        for token in plain_chain(model, draft, ids[:known]):
+        for token in plain_chain(model, "eagle3", draft, ids[:known]):
             if (at, token) not in pairs:
                 break
             at = pairs.index((at, token))

@@ -129,17 +129,19 @@ def train_offline(
                     console.note(f"{learner.num_updates} updates: loss {loss:.3f}, {right:.0%} of first drafts right")
                 if flag.reason is not None:
                     break
+        about["updates"] = learner.num_updates
         step, digest = int(checkpoint.name.partition("_")[2]), fingerprint(model)
         state = DrafterState(step, learner.num_updates, digest, learner.state_dict())
         save_drafter(folder, state, about)  # before anything else can go wrong
-        about["updates"] = learner.num_updates
-        about["tokens_a_step"] = judge.tokens_a_step(learner)
-        save_drafter(folder, state, about)
-    told = (
-        f"held-out rollouts, {DEPTH} drafts a step: {about['tokens_a_step_before']:.2f} tokens a step before, "
-        f"{about['tokens_a_step']:.2f} after {learner.num_updates} updates"
-    )
-    return Taught(folder, learner.num_updates, learner.num_updates >= updates, [told])
+        lines = list[str]()
+        if flag.reason is None:  # who has stopped it does not want to wait
+            about["tokens_a_step"] = judge.tokens_a_step(learner)
+            save_drafter(folder, state, about)
+            lines = [
+                f"held-out rollouts, {DEPTH} drafts a step: {about['tokens_a_step_before']:.2f} tokens a step before, "
+                f"{about['tokens_a_step']:.2f} after {learner.num_updates} updates"
+            ]
+    return Taught(folder, learner.num_updates, learner.num_updates >= updates, lines)
 
 
 def recorded_samples(run: Path, config: Config, tokenizer_name: str) -> tuple[list[Sample], list[Sample]]:

@@ -23,9 +23,7 @@ from slipstream.models.packed import document_hidden
 TEXTS = [[5, 6, 7, *range(40, 52)], [5, 6, 8, *range(60, 80)], [5, 6, 9, 30]]
 
 
-def windows_of(
-    model: Any, texts: Sequence[Sequence[int]], num_prompt: int, kind: str = "eagle3"
-) -> list[Window]:
+def windows_of(model: Any, texts: Sequence[Sequence[int]], num_prompt: int, kind: str = "eagle3") -> list[Window]:
     windows, features = [], Features(model, kind)
     for text in texts:
         ids = torch.tensor(text)

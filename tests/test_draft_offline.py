@@ -93,7 +93,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     changes = {"draft": {"source": "drafter"}, "drafter": {"updates": 1}}
     run_training(build_config(recipe(folder, run={"dir": str(folder / "eagle3")}, **changes)), quiet=True)
-    save_drafter(folder / "eagle1", untaught(sharp("eagle1", 3)), {"target": str(folder / "eagle3" / "checkpoints" / "step_2")})
+    save_drafter(
+        folder / "eagle1", untaught(sharp("eagle1", 3)), {"target": str(folder / "eagle3" / "checkpoints" / "step_2")}
+    )
     save_checkpoint(
         folder / "without",
         2,

@@ -120,11 +120,11 @@ def _measure(
             walk_plainly(name)
         with console.status(f"{name}, batch {batch}"), still_heap():
             walks, drafts = drafting.measure(groups)
-            found[name] = _median_rates(walks) | drafts
+            found[name] = median_rates(walks) | drafts
     if alike_cost:
         walk_plainly(first)
     for name, on in found.items():
-        off = _median_rates(plain_walks[first if alike_cost else name])
+        off = median_rates(plain_walks[first if alike_cost else name])
         yield {
             "workload": name,
             "batch": batch,
@@ -150,7 +150,7 @@ class Walk:
         }
 
 
-def _median_rates(walks: Sequence[Walk]) -> dict[str, Any]:
+def median_rates(walks: Sequence[Walk]) -> dict[str, Any]:
     rates = [walk.rates() for walk in walks]
     medians: dict[str, Any] = {name: statistics.median(one[name] for one in rates) for name in rates[0]}
     return medians | {"walks": [one["tokens_per_s"] for one in rates]}
@@ -230,16 +230,21 @@ class Replay:
                     for member, text in enumerate(group.texts)
                 ]
             )
-        before, started = self._engine.facts().decode_tokens, time.perf_counter()
-        full_tokens, full_s = 0, 0.0
-        was_full = False
-        while self._engine.has_work:
-            self._engine.step()
-            facts = self._engine.facts()
-            was_full |= facts.num_running == self._batch
-            if was_full and not full_s and not facts.num_waiting and facts.num_running < self._batch:
-                full_tokens, full_s = facts.decode_tokens - before, time.perf_counter() - started
-        if self._engine.device.type == "cuda":
-            torch.cuda.synchronize()
-        whole = self._engine.facts().decode_tokens - before, time.perf_counter() - started
-        return Walk(*((full_tokens, full_s) if full_tokens else whole), *whole)
+        return timed_walk(self._engine, self._batch)
+
+
+def timed_walk(engine: Engine, batch: int) -> Walk:
+    """To the end of what was submitted."""
+    before, started = engine.facts().decode_tokens, time.perf_counter()
+    full_tokens, full_s = 0, 0.0
+    was_full = False
+    while engine.has_work:
+        engine.step()
+        facts = engine.facts()
+        was_full |= facts.num_running == batch
+        if was_full and not full_s and not facts.num_waiting and facts.num_running < batch:
+            full_tokens, full_s = facts.decode_tokens - before, time.perf_counter() - started
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+    whole = engine.facts().decode_tokens - before, time.perf_counter() - started
+    return Walk(*((full_tokens, full_s) if full_tokens else whole), *whole)

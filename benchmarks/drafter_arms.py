@@ -1,0 +1,190 @@
+"""Ways of drafting side by side, with a run's own policy, drafter and history, and what the selector makes of them.
+
+    python benchmarks/drafter_arms.py runs/smollm2 --batches 1,8,64 --out drafter_arms.json
+
+The run's prompts are sampled anew, with other seeds, by its last policy: the same tokens in every way, by construction
+and checked. Each way alone, the selector among all of them, and a drafter with random weights ("poisoned") under the
+selector. Tokens/s while the batch is full, the median of walks, over an engine without any drafter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from slipstream.config import load_config
+from slipstream.draft.eagle import build_draft
+from slipstream.draft.history import HistoryDrafter
+from slipstream.draft.learned import ModelGuesser
+from slipstream.draft.selector import Selector
+from slipstream.draft.shelves import Text, shelf_tokens
+from slipstream.draft.votes import texts_of
+from slipstream.engine.engine import Engine
+from slipstream.engine.strategy import OFF, Always, DraftPolicy, Strategy
+from slipstream.history.format import FILE_NAME
+from slipstream.history.store import HistoryStore
+from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.precision import resolve_precision
+from slipstream.models.rendering import prompt_key, render_prompts, stop_token_ids
+from slipstream.rng import derive_seed
+from slipstream.runtime.bench_history import FEW_GRAPHS, MOST_WARM_UPS, Walk, median_rates, timed_walk
+from slipstream.runtime.benches import describe_machine
+from slipstream.runtime.drafters import find_drafter
+from slipstream.runtime.local import choose_device, load_training_problems, still_heap
+from slipstream.types import Request, SamplingParams
+
+HISTORY = (Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1))
+MODEL = (Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4))
+MIXED = (Strategy(2.0, 2, 2), Strategy(4.0, 1, 4))
+TREES = (Strategy(8.0, 0, 4, 3), Strategy(16.0, 0, 5, 4))
+TREE_BATCH = 8
+SAMPLES, WAVES, MAX_DRAFTS, TIMED_WALKS = 8, 3, 32, 3
+
+
+class Bench:
+    def __init__(self, run: Path, new_tokens: int) -> None:
+        config = load_config(run / "config.yaml")
+        saved = find_drafter(run)
+        device = choose_device("auto")
+        self.dtype = resolve_precision("auto", device)
+        self.model: PreTrainedModel = load_model(str(saved.target), dtype=self.dtype, device=device)
+        tokenizer = load_tokenizer(str(saved.target))
+        prompts = render_prompts(tokenizer, load_training_problems(config), config.engine.max_prompt_tokens)
+        with HistoryStore(run / FILE_NAME, keep_per_prompt=SAMPLES, disk_bytes=1 << 40) as history:
+            self.past: dict[tuple[int, ...], Sequence[Text]] = {
+                prompt.token_ids: texts_of(history.of_prompt(prompt_key(prompt.token_ids))) for prompt in prompts
+            }
+        self.prompts = [prompt.token_ids for prompt in prompts if self.past[prompt.token_ids]]
+        self.taught = saved.state.weights
+        self.poisoned = build_draft(self.model.config, saved.kind, 7).state_dict()
+        self.kind, self.new_tokens, self.temperature = saved.kind, new_tokens, config.sampling.temperature
+        self.stops = stop_token_ids(self.model, tokenizer)
+        self.longest = max(map(len, self.prompts))
+
+    def engine(self, batch: int, policy: DraftPolicy | None, weights: dict[str, torch.Tensor]) -> Engine:
+        drafter = None
+        if policy is not None:
+            shelf = shelf_tokens(self.longest, 2 * SAMPLES, self.new_tokens)
+            guesser = ModelGuesser(num_slots=batch, kind=self.kind)
+            drafter = HistoryDrafter(
+                num_slots=batch,
+                max_drafts=MAX_DRAFTS,
+                library_tokens=shelf * (batch // SAMPLES + 2),
+                longest_shelf=shelf,
+                device=self.model.device,
+                past=lambda ids: self.past[ids],
+                guesser=guesser,
+            )
+        engine = Engine(
+            self.model, max_sequences=batch, max_length=self.longest + self.new_tokens, drafter=drafter, policy=policy
+        )
+        if drafter is not None and drafter.guesser is not None:
+            drafter.guesser.write(weights.items())
+        return engine
+
+    def walk(self, engine: Engine, batch: int, number: int) -> tuple[Walk, dict[str, tuple[int, ...]]]:
+        """The same texts for the same number."""
+        num_groups = max(1, WAVES * batch // SAMPLES)
+        for group in range(num_groups):
+            prompt = self.prompts[(number * num_groups + group) % len(self.prompts)]
+            sampling = SamplingParams(
+                max_new_tokens=self.new_tokens, temperature=self.temperature, stop_token_ids=self.stops
+            )
+            name = f"{number}/{group}"
+            engine.submit(
+                [
+                    Request(f"{name}/{one}", name, prompt, derive_seed("arms", number, group, one), sampling)
+                    for one in range(SAMPLES)
+                ]
+            )
+        texts: dict[str, tuple[int, ...]] = {}
+        step = engine.step
+
+        def keeping() -> Any:
+            finished = step()
+            texts.update({rollout.request.uid: rollout.token_ids for rollout in finished})
+            return finished
+
+        engine.step = keeping  # type: ignore[method-assign]
+        walk = timed_walk(engine, batch)
+        engine.step = step  # type: ignore[method-assign]
+        return walk, texts
+
+    def measure(
+        self,
+        batch: int,
+        policy: DraftPolicy | None,
+        weights: dict[str, torch.Tensor],
+        is_settled: Callable[[], bool] = lambda: True,
+    ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+        engine = self.engine(batch, policy, weights)
+        with still_heap():
+            for number in range(3 * MOST_WARM_UPS):
+                num_graphs = engine.facts().num_graphs
+                self.walk(engine, batch, number % TIMED_WALKS)
+                is_prepared = number >= 1 and engine.facts().num_graphs <= num_graphs + FEW_GRAPHS
+                if is_prepared and is_settled():
+                    break
+            engine.take_draft_counts()
+            done = [self.walk(engine, batch, number) for number in range(TIMED_WALKS)]
+        counts = engine.take_draft_counts()
+        tokens = counts.num_tokens / counts.num_rows if counts.num_rows else 1.0
+        result = median_rates([walk for walk, _ in done]) | {"tokens_a_step": tokens}
+        return result, {uid: text for _, texts in done for uid, text in texts.items()}
+
+
+def compare(bench: Bench, batch: int) -> dict[str, Any]:
+    plain, texts = bench.measure(batch, None, bench.taught)
+    ways = (OFF, *HISTORY, *MODEL, *MIXED, *(TREES if batch <= TREE_BATCH else ()))
+    arms: dict[str, dict[str, Any]] = {}
+
+    def note(name: str, measured: tuple[dict[str, Any], dict[str, tuple[int, ...]]]) -> None:
+        arm, got = measured
+        arms[name] = arm | {"gain": arm["tokens_per_s"] / plain["tokens_per_s"], "same_tokens": got == texts}
+        print(f"batch {batch}, {name}: {arms[name]['gain']:.2f}, {arm['tokens_a_step']:.2f} tokens a step", flush=True)
+
+    def note_selector(name: str, weights: dict[str, torch.Tensor]) -> None:
+        selector = Selector(ways)
+        note(name, bench.measure(batch, selector, weights, lambda: selector.has_tried_all(batch)))
+        arms[name]["chosen"] = str(selector.best(batch))
+        arms[name]["reasons"] = [choice.reason for choice in selector.take_choices()]
+
+    for way in ways:
+        note(str(way), bench.measure(batch, Always(way), bench.taught))
+    best = max(arms, key=lambda name: arms[name]["gain"])
+    note_selector("selector", bench.taught)
+    note_selector("selector, poisoned", bench.poisoned)
+    share = arms["selector"]["gain"] / arms[best]["gain"]
+    same = all(arm["same_tokens"] for arm in arms.values())
+    print(
+        f"batch {batch}: best {best} {arms[best]['gain']:.2f}; the selector has {share:.2f} of it and chose "
+        f"{arms['selector']['chosen']}; tokens the same: {same}",
+        flush=True,
+    )
+    return {"batch": batch, "off": plain, "arms": arms, "selector_share": share}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--batches", default="1,8,64")
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    bench = Bench(arguments.run, arguments.new_tokens)
+    record = describe_machine(bench.model.device, bench.dtype)
+    record |= {"what": "benchmarks/drafter_arms.py", "kind": bench.kind, "prompts": len(bench.prompts), "rows": []}
+    for batch in map(int, arguments.batches.split(",")):
+        record["rows"].append(compare(bench, batch))
+        if arguments.out:
+            arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

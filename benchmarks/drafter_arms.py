@@ -41,8 +41,8 @@ from slipstream.types import Request, SamplingParams
 
 HISTORY = (Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1))
 MODEL = (Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4))
-MIXED = (Strategy(2.0, 2, 2), Strategy(4.0, 1, 4))
-TREES = (Strategy(8.0, 0, 4, 3), Strategy(16.0, 0, 5, 4))
+MIXED = (Strategy(2.0, 4, 2), Strategy(4.0, 4, 4), Strategy(8.0, 4, 6))
+TREES = (Strategy(8.0, 0, 4, 3), Strategy(16.0, 0, 5, 4), Strategy(8.0, 4, 4, 3))
 TREE_BATCH = 8
 SAMPLES, WAVES, MAX_DRAFTS, TIMED_WALKS = 8, 3, 32, 3
 

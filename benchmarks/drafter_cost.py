@@ -102,7 +102,7 @@ def measure(model: PreTrainedModel, batch: int, new_tokens: int) -> dict[str, An
     for way in (OFF, *ways):
         single, one = build(model, batch, new_tokens, drafts=True)
         one.strategy = way
-        walk(single, batch, 32, vocab_size)
+        walk(single, batch, new_tokens, vocab_size)
         alone += single.facts().graph_bytes
         del single
     return row | {"graph_mb_apart": alone / 1e6}

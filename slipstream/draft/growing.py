@@ -21,6 +21,7 @@ from slipstream.engine.sampling import SamplingRows, noise_of, sample_rows
 from slipstream.engine.state import StepState
 from slipstream.models.cached import Branches, KVPages, PackedRows
 
+NO_SCORE = 1e4
 FALLING = 1e-3
 """A draft is this much less likely than the one before it even if it is sure, so that it never comes first."""
 
@@ -100,18 +101,30 @@ def _best_first(tokens_RC: Tensor, parents_RC: Tensor, sureness_RC: Tensor, most
 def _likeliest(drafter: Grower, normed_RWD: Tensor, rows: SamplingRows, branches: int) -> tuple[Tensor, Tensor]:
     """Of each way the tokens that may come next, and how sure each is, as logarithms: [R, W, B] both."""
     logits_NV = drafter.logits(normed_RWD.flatten(0, 1)).contiguous()
-    tokens, scores = [], []
+    take = take_plainly
+    if logits_NV.is_cuda:
+        from slipstream.draft import triton_growing  # a machine without a GPU may lack triton
+
+        take = triton_growing.take
+    tokens_NB = torch.empty(len(logits_NV), branches, dtype=torch.long, device=logits_NV.device)
+    scores_NB = torch.empty(len(logits_NV), branches, device=logits_NV.device)
     for number in range(branches):
         token_N, _ = sample_rows(logits_NV, rows, with_cuts=False)
-        token_N1 = token_N.clamp(min=0).unsqueeze(1)
-        tokens.append(token_N1)
-        scores.append(logits_NV.gather(1, token_N1))
-        if number + 1 < branches:
-            logits_NV.scatter_(1, token_N1, -torch.inf)
-    tokens_NB, x_NB = torch.cat(tokens, 1), torch.cat(scores, 1).float() * rows.inverse_temperature_N.unsqueeze(1)
-    score_NB = (x_NB + noise_of(rows, tokens_NB)).nan_to_num(nan=-1e4, posinf=1e4, neginf=-1e4)
+        take(logits_NV, rows, token_N, number, tokens_NB, scores_NB)
     shape = *normed_RWD.shape[:2], branches
-    return tokens_NB.view(shape), score_NB.log_softmax(1).view(shape)
+    return tokens_NB.view(shape), scores_NB.log_softmax(1).view(shape)
+
+
+def take_plainly(
+    logits_NV: Tensor, rows: SamplingRows, token_N: Tensor, number: int, tokens_NB: Tensor, scores_NB: Tensor
+) -> None:
+    """Note each row's best token and its score, and rule it out for the next; no number makes a low score."""
+    token_N1 = token_N.clamp(min=0).unsqueeze(1)
+    x_N1 = logits_NV.gather(1, token_N1).float() * rows.inverse_temperature_N.unsqueeze(1)
+    score_N1 = x_N1 + noise_of(rows, token_N1)
+    tokens_NB[:, number : number + 1] = token_N1
+    scores_NB[:, number : number + 1] = torch.where(score_N1.abs() < NO_SCORE, score_N1, -NO_SCORE)
+    logits_NV.scatter_(1, token_N1, -torch.inf)
 
 
 def _rows(state: StepState, slot_R: Tensor, position_RB: Tensor, fork_R1: Tensor, places_RBL: Tensor) -> PackedRows:

@@ -44,9 +44,11 @@ MODEL_STRATEGIES = (
     *(Strategy(8.0, 0, 4, 3), Strategy(16.0, 0, 5, 4)),
 )
 MIXED_STRATEGIES = (
-    *DEFAULT_STRATEGIES,
-    *(Strategy(2.0, 2, 2), Strategy(4.0, 1, 4), Strategy(8.0, 1, 4), Strategy(8.0, 2, 4, 3)),
+    *(OFF, Strategy(1.0, 2), Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1), Strategy(16.0, 1)),
+    *(Strategy(2.0, 4, 2), Strategy(4.0, 4, 4), Strategy(8.0, 4, 6), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4)),
+    *(Strategy(8.0, 4, 4, 3), Strategy(16.0, 4, 5, 4)),
 )
+"""A short match is a poor reason to pass the model over: one token in common says less than it does."""
 TREE_ROWS = 8
 """Trees are tried with up to so many sequences: they verify many drafts of which most are wrong by design."""
 MANY_DRAFTS, FEW_ROWS = 8, 32

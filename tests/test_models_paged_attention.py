@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from slipstream.models.attention import AttentionForm
 from slipstream.models.cached import Branches, KVPages, PackedRows, attend_rows_plainly
-from slipstream.models.moving import move_keys
+from slipstream.models.moving import copy_pages, move_keys
 from slipstream.models.paged_attention import attend_paged
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -282,3 +282,20 @@ def test_along_a_path_the_bits_are_those_of_the_text(form: str, dtype: torch.dty
         assert all(torch.equal(*pair) for pair in zip(pages.layers[layer], plain.layers[layer], strict=True))
     text = attend_in_short_splits(query[3:], keys, values, take(replace(rows, branches=None), 3, 0, 1), FORMS[form])
     assert torch.equal(text[0], attended[3])
+
+
+def test_pages_are_copied_in_all_layers_at_once() -> None:
+    """Layers of two shapes, as a drafter's beside the policy's may be."""
+    draw = torch.Generator().manual_seed(5)
+    layers = {
+        layer: tuple(torch.randn(9, heads, PAGE_TOKENS, size, generator=draw).to(DEVICE) for _ in range(2))
+        for layer, (heads, size) in enumerate([(2, 32), (3, 20), (2, 32)])
+    }
+    pages = KVPages(8, PAGE_TOKENS, layers)  # type: ignore[arg-type]
+    plain = KVPages(8, PAGE_TOKENS, {layer: (k.clone(), v.clone()) for layer, (k, v) in layers.items()})
+    pairs = torch.tensor([[0, 5], [3, 6], [0, 7]], device=DEVICE)
+    plain.copy_plainly(*pairs.T)
+    copy_pages(pages, *pairs.T)
+    for layer in layers:
+        assert all(torch.equal(*pair) for pair in zip(pages.layers[layer], plain.layers[layer], strict=True))
+        assert torch.equal(pages.layers[layer][0][7], pages.layers[layer][0][0])

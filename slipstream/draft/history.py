@@ -101,9 +101,12 @@ class HistoryDrafter:
         # One place more at the end, where drafts that reach past the last shelf find nothing.
         self.library_B = new(library_tokens + max_drafts + 1, NO_TEXT)
         self.weights_B, self.sources_B = (new(library_tokens + max_drafts + 1) for _ in range(2))
-        self.start_S, self.end_S, self.base_S, self.own_S = (new(num_slots + 1) for _ in range(4))
-        self.window_S = new(num_slots + 1, widths.START_WIDTH)
-        self.hits_S, self.tries_S = (new(num_slots + 1, dtype=torch.float32) for _ in range(2))
+        # One block, since sequences come and go all the time and each launch to tell of it takes as long as a kernel.
+        self._block = new(7 * 4 * (num_slots // 4 + 1)).view(7, -1)
+        lines = [line[: num_slots + 1] for line in self._block]
+        self.start_S, self.end_S, self.base_S, self.own_S, self.window_S = lines[:5]
+        self.hits_S, self.tries_S = (line.view(torch.float32) for line in lines[5:])
+        self.window_S.fill_(widths.START_WIDTH)
 
     def attach(self, target: PreTrainedModel, pages: KVPages, max_length: int) -> None:
         if self.guesser is not None:
@@ -266,13 +269,9 @@ class HistoryDrafter:
             lines.append((seat.slot, group.start, group.end, base, own))
         if not lines:
             return
-        numbers = self._to_device(torch.tensor(lines))
-        slots = numbers[:, 0]
-        for tensor, column in zip((self.start_S, self.end_S, self.base_S, self.own_S), numbers.T[1:], strict=True):
-            tensor.index_copy_(0, slots, column.int())
-        self.window_S.index_fill_(0, slots, min(widths.START_WIDTH, self.max_drafts))
-        self.hits_S.index_fill_(0, slots, 0.0)
-        self.tries_S.index_fill_(0, slots, 0.0)
+        width = min(widths.START_WIDTH, self.max_drafts)
+        numbers = self._to_device(torch.tensor([(*line, width, 0, 0) for line in lines], dtype=torch.int32))
+        self._block.index_copy_(1, numbers[:, 0].long(), numbers[:, 1:].T)
 
     def forget(self, uid: str) -> None:
         group = self._groups.pop(uid)

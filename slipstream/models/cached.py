@@ -124,6 +124,14 @@ class KVPages:
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole pages: a sequence that goes on alone from a page it shared."""
+        if sources.is_cuda and self.layers:
+            from slipstream.models.moving import copy_pages
+
+            copy_pages(self, sources, targets)
+        else:
+            self.copy_plainly(sources, targets)
+
+    def copy_plainly(self, sources: Tensor, targets: Tensor) -> None:
         for keys, values in self.layers.values():
             keys[targets] = keys[sources]
             values[targets] = values[sources]

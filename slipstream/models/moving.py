@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""`KVPages.move_plainly` on a GPU: one kernel for all layers of a shape, instead of four operations a layer.
+"""Keys and values copied on a GPU: one kernel for all layers of a shape, instead of four operations a layer.
+
+The plain twins are `KVPages.move_plainly` and `copy_plainly`. Where sequences are short and share their prompts, a page
+is copied in nearly every step, and 120 launches are as long as the step.
 
 Axes: R rows, D places of a row, K key/value heads, C tokens of a page.
 """
@@ -13,6 +16,8 @@ from torch import Tensor
 
 from slipstream.models.cached import KVPages
 
+COPIED = 4096
+"""Numbers that a program copies."""
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -23,6 +28,15 @@ def move_keys(pages: KVPages, table_SW: Tensor, slot_R: Tensor, sources_RD: Tens
             num_heads, NUM=sources_RD.shape[1], PAGE_TOKENS=pages.page_tokens, SIZE=size,
             BLOCK=triton.next_power_of_2(size), TYPE=_TYPES[dtype], num_warps=1,
         )  # fmt: skip
+
+
+def copy_pages(pages: KVPages, sources: Tensor, targets: Tensor) -> None:
+    """Whole ones; no target is also a source."""
+    for (num_heads, size, dtype), addresses in _addresses(pages).items():
+        num = num_heads * pages.page_tokens * size
+        _copy[(len(sources), len(addresses), triton.cdiv(num, COPIED))](
+            addresses, sources.contiguous(), targets.contiguous(), num, BLOCK=COPIED, TYPE=_TYPES[dtype]
+        )
 
 
 def _addresses(pages: KVPages) -> dict[tuple[int, int, torch.dtype], Tensor]:
@@ -58,3 +72,13 @@ def _move(
             source_at = ((source_page * num_heads + head) * PAGE_TOKENS + source % PAGE_TOKENS) * SIZE + dim
             target_at = ((target_page * num_heads + head) * PAGE_TOKENS + target % PAGE_TOKENS) * SIZE + dim
             tl.store(base + target_at, tl.load(base + source_at, dim < SIZE, other=0.0), dim < SIZE)
+
+
+@triton.jit
+def _copy(addresses, sources, targets, num, BLOCK: tl.constexpr, TYPE: tl.constexpr):
+    """A part of one page of one layer's keys or values."""
+    page, tensor, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    base = tl.load(addresses + tensor).to(tl.pointer_type(TYPE))
+    index = part * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(base + tl.load(sources + page) * num + index, index < num, other=0.0)
+    tl.store(base + tl.load(targets + page) * num + index, values, index < num)

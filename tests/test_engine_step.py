@@ -83,9 +83,9 @@ def same(plain: Tensor, kernel: Tensor) -> bool:
 def test_the_kernels_pack_and_commit_what_the_plain_step_does(seed: int, padding: int, with_drafts: bool) -> None:
     states = [random_state(seed, idle=seed == 7) for _ in range(2)]
     size = sizes(states[0], padding=padding, with_drafts=with_drafts)
-    for state in states:
-        state.set_limits(size.num_tokens, size.num_samples)
-    assert int(packing.room_for_drafts(states[0])) == int(triton_step.room_for_drafts(states[1]))
+    limits = [state.limits_of(size.num_tokens, size.num_samples) for state in states]
+    rooms = packing.room_for_drafts(states[0], limits[0]), triton_step.room_for_drafts(states[1], limits[1])
+    assert int(rooms[0]) == int(rooms[1])
     plain, kernels = (module.pack(state, size) for module, state in zip((packing, triton_step), states, strict=True))
     for name in ("ids_T", "sample_start_R1", "sampled_at_N"):
         assert same(getattr(plain, name), getattr(kernels, name)), name

@@ -283,16 +283,30 @@ class Engine:
             self.drafter.tune(strategy)
         if not plan.num_tokens:
             return
-        sizes, drafting = self._sizes(plan, strategy)
-        was_prepared = True
-        if drafting is not None:
-            assert self.drafter is not None
-            self._state.set_limits(sizes.num_tokens, sizes.num_samples)
-            was_prepared = self._run(drafting, partial(draft_step, self._state, drafting, self.drafter))
-        was_prepared &= self._run(sizes, partial(run_step, self.model, self._pages, self._state, sizes, self.drafter))
+        was_prepared = self._run_step(*self._sizes(plan, strategy))
         self._unread.append(self._request_report(plan, batch, strategy, room, was_prepared))
         self._num_forwards += 1
         self._prefill_tokens += plan.num_tokens - plan.num_drafts - len(plan.samplers)
+
+    def _run_step(self, sizes: StepSizes, drafting: DraftSizes | None) -> bool:
+        """With the drafting before it. What a learned drafter does has a graph of its own, which steps of all sizes
+        share; what is quickly found is part of the step's, since a second launch takes the host longer than that."""
+        step = partial(run_step, self.model, self._pages, self._state, sizes, self.drafter)
+        if drafting is None:
+            return self._run(sizes, step)
+        assert self.drafter is not None
+        limits = self._state.limits_of(sizes.num_tokens, sizes.num_samples)
+        if not drafting.depth:
+            draft = partial(draft_step, self._state, drafting, self.drafter, limits)
+
+            def both() -> None:
+                draft()
+                step()
+
+            return self._run((sizes, drafting), both)
+        self._state.set_limits(limits)
+        draft = partial(draft_step, self._state, drafting, self.drafter, self._state.limits)
+        return self._run(drafting, draft) & self._run(sizes, step)
 
     def _run(self, size: Hashable, body: Callable[[], None]) -> bool:
         """By its graph, if there is one; whether it took as long as it will."""

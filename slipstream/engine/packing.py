@@ -37,7 +37,7 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class DraftSizes:
-    """Of the drafting before a step, which has a CUDA graph of its own."""
+    """Of the drafting before a step."""
 
     num_rows: int
     """At least the slots that decode."""
@@ -103,12 +103,12 @@ def pack(state: StepState, sizes: StepSizes) -> PackedStep:
     )
 
 
-def room_for_drafts(state: StepState) -> Tensor:
-    """A number on the device: how many drafts fit beside the tokens that must run."""
+def room_for_drafts(state: StepState, limits: Tensor) -> Tensor:
+    """A number on the device: how many drafts fit beside the tokens that must run; `limits`: tokens and samples."""
     due_S = (state["known"] - state["computed"]) * state["live"]
     count_S = torch.minimum(state["allotted"], due_S)
     num_samplers = ((count_S == due_S) & (count_S > 0)).sum()
-    num_tokens, num_samples = state.limits.unbind()
+    num_tokens, num_samples = limits.unbind()
     return torch.minimum(num_tokens - count_S.sum(), num_samples - num_samplers)
 
 

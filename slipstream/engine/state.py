@@ -80,8 +80,9 @@ class StepState:
         self.report = torch.zeros(lines, 2 + 3 * (max_drafts + 1), dtype=torch.int32, device=device)
         """A line a slot: the number of tokens, of drafts, then tokens, log-probabilities and origins."""
         self.limits = torch.zeros(2, dtype=torch.int32, device=device)
-        """Tokens and samples that the next step has room for."""
-        self._limits = (0, 0)
+        """Tokens and samples that the next step has room for, for graphs that steps of all sizes share."""
+        self._set_limits = self.limits
+        self._limits: dict[tuple[int, int], Tensor] = {}
 
     @property
     def trash_slot(self) -> int:
@@ -95,12 +96,18 @@ class StepState:
             return view.view(torch.float32)
         return view if name in _FIELDS else view.view(self.num_slots + 1, width)
 
-    def set_limits(self, num_tokens: int, num_samples: int) -> None:
-        """Without waiting for the device."""
-        if self._limits != (num_tokens, num_samples):
-            self._limits = num_tokens, num_samples
-            limits = torch.tensor(self._limits, dtype=torch.int32, pin_memory=self.limits.is_cuda)
-            self.limits.copy_(limits, non_blocking=True)
+    def limits_of(self, num_tokens: int, num_samples: int) -> Tensor:
+        """On the device, one for each pair, made when it is first asked for: graphs hold them."""
+        pair = num_tokens, num_samples
+        if pair not in self._limits:
+            self._limits[pair] = torch.tensor(pair, dtype=torch.int32, device=self.limits.device)
+        return self._limits[pair]
+
+    def set_limits(self, limits: Tensor) -> None:
+        """Those of the next step, by `limits_of`."""
+        if self._set_limits is not limits:
+            self._set_limits = limits
+            self.limits.copy_(limits)
 
     def apply(self, plan: StepPlan) -> None:
         """Tell the device what the plan changes, without waiting for it."""

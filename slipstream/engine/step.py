@@ -26,14 +26,14 @@ from slipstream.models.cached import KVPages
 from slipstream.models.packed import row_logits
 
 
-def draft_step(state: StepState, sizes: DraftSizes, drafter: Drafter) -> None:
-    """Before a step with drafts: whatever the drafter has for the slots that decode."""
+def draft_step(state: StepState, sizes: DraftSizes, drafter: Drafter, limits: Tensor) -> None:
+    """Before a step with drafts: whatever the drafter has for the slots that decode. `limits`: of the step."""
     room_now = room_for_drafts
     if state.report.is_cuda:
         from slipstream.engine import triton_step  # a machine without a GPU may lack triton
 
         room_now = triton_step.room_for_drafts
-    drafter.draft(state, room_now(state), sizes)
+    drafter.draft(state, room_now(state, limits), sizes)
 
 
 def run_step(

@@ -71,12 +71,12 @@ def pack(state: StepState, sizes: StepSizes) -> PackedStep:
     return PackedStep(ids_T, rows, sample_start_R1, sampled_at_N, sampling, num_drafts)
 
 
-def room_for_drafts(state: StepState) -> Tensor:
+def room_for_drafts(state: StepState, limits: Tensor) -> Tensor:
     room = torch.empty((), dtype=torch.int32, device=state.report.device)
     num_lines = state.num_slots + 1
     _room[(1,)](
         *(state[name] for name in ("known", "computed", "allotted", "live")), room, num_lines,
-        state.limits, BLOCK=triton.next_power_of_2(num_lines), **overlap(room.device),
+        limits, BLOCK=triton.next_power_of_2(num_lines), **overlap(room.device),
     )  # fmt: skip
     return room
 

@@ -1,9 +1,9 @@
 """When an update of the drafter may run beside the engine's steps, so that these slow down by no more than a bound.
 
-Told how long each step took and whether an update ran beside it. With steps beside an update taking `1 + c` times as
-long as others, a share of bound / c of all steps may be such. The next update may start if, with the steps it will
-take, the tail stays within that share. What is not known yet is taken to be expensive. Since steps get faster as
-sequences end, each is compared with the last ones without an update, and such a one is waited for now and then.
+Told how long each step took and whether an update ran beside it. Since steps get faster as sequences end, each is
+compared with the last ones without an update, and such a one is waited for now and then. What steps beside updates took
+more than these is what a tail has lost; the next update may start if, with what the last ones cost, the loss stays
+within the bound. What is not known yet is taken to be expensive.
 
 Invariants, asserted by `tests/test_draft_throttle.py`: the mean slow-down of a tail exceeds the bound by one update at
 most; updates that cost less than the bound wait for nothing but that step to compare with.
@@ -38,6 +38,8 @@ class Throttle:
         """Each tail keeps the bound by itself; what updates cost is remembered."""
         self.num_steps = self.num_busy = self.num_updates = 0
         self._since_quiet = 0
+        self._usual_s = self._lost_s = 0.0
+        """What its steps would have taken without updates, and what they took more."""
         self._quiet_s.clear()
 
     @property
@@ -48,18 +50,22 @@ class Throttle:
     @property
     def slowdown(self) -> float:
         """Of the tail so far, all its steps together."""
-        return (self.cost or 0.0) * self.num_busy / max(1, self.num_steps)
+        return self._lost_s / self._usual_s if self._usual_s else 0.0
 
     def step_took(self, seconds: float, *, beside_update: bool) -> None:
         self.num_steps += 1
-        if beside_update:
-            self.num_busy += 1
-            self._since_quiet += 1
-            if self._quiet_s:
-                self._ratios.append(seconds / median(self._quiet_s))
-        else:
+        if not beside_update:
             self._since_quiet = 0
             self._quiet_s.append(seconds)
+            self._usual_s += seconds
+            return
+        self.num_busy += 1
+        self._since_quiet += 1
+        if self._quiet_s:
+            usual_s = median(self._quiet_s)
+            self._usual_s += usual_s
+            self._lost_s += seconds - usual_s
+            self._ratios.append(seconds / usual_s)
 
     def may_start(self) -> bool:
         """Another update; to be asked while none runs."""
@@ -68,10 +74,10 @@ class Throttle:
         if len(self._quiet_s) < LEAST_QUIET or self._since_quiet >= LONGEST_BUSY:
             return False
         cost = ASSUMED_COST if self.cost is None else self.cost
-        if cost <= self.bound:
+        if cost <= self.bound and self.slowdown <= self.bound:
             return True
-        share = self.bound / cost
-        return self.num_busy + self._steps_each <= share * (self.num_steps + self._steps_each)
+        next_s = self._steps_each * median(self._quiet_s)
+        return self._lost_s + cost * next_s <= self.bound * (self._usual_s + next_s)
 
     def started(self) -> None:
         self.num_updates += 1

@@ -49,8 +49,11 @@ def guessing(
 
 
 @of_each_kind
-@pytest.mark.parametrize("changes", [{"kv_tokens": 256}, {"steps_ahead": 2}])
-@pytest.mark.parametrize("strategy", [Strategy(4.0, 0, DEPTH), Strategy(2.0, 2, 3)])
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [(Strategy(4.0, 0, DEPTH), {"steps_ahead": 2}), (Strategy(2.0, 2, 3), {"kv_tokens": 256})],
+    ids=str,
+)
 def test_a_poor_drafter_changes_no_bit(kind: str, strategy: Strategy, changes: dict[str, int]) -> None:
     plain, _ = generate(groups(3, 4))
     _, engine = guessing(kind, strategy, list(plain.values())[::2], **changes)

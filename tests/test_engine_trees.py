@@ -33,8 +33,9 @@ def tree_engine(strategy: Strategy, past: Any = (), **changes: Any) -> tuple[Mod
     return drafter.guesser, Engine(tiny(), drafter=drafter, policy=Always(strategy), **sizes)
 
 
-@pytest.mark.parametrize("changes", [{}, {"kv_tokens": 256}, {"steps_ahead": 2}])
-@pytest.mark.parametrize("strategy", TREES, ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "changes"), [(TREES[0], {}), (TREES[1], {"kv_tokens": 256}), (TREES[2], {"steps_ahead": 2})], ids=str
+)
 def test_trees_change_no_bit(strategy: Strategy, changes: dict[str, int]) -> None:
     plain, _ = generate(groups(3, 4))
     guesser, engine = tree_engine(strategy, list(plain.values())[::2], **changes)

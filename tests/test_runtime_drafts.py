@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.config import build_config
+from slipstream.draft import online
 from slipstream.draft.learned import SOURCE
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import load_drafter_state
@@ -28,6 +29,11 @@ from slipstream.types import ORIGIN_NAMES
 
 PROMPTS, PER_STEP, SAMPLES, EPOCHS = 9, 3, 4, 3
 WORDS = {"wording": "terse", "min_length": 2, "max_length": 3, "max_value": 9}
+
+
+@pytest.fixture(autouse=True)
+def short_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online, "LESSON_TOKENS", 256)
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:

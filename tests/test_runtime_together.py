@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from slipstream.draft.saved import DrafterState
 from slipstream.runtime.drafter_session import DrafterSession
 from slipstream.schedule.coordinator import Coordinator
 from slipstream.schedule.events import EndSession, Item, Lend, LessonsAdded, Publish, Recall, TrainRound, WorkerLeft
-from slipstream.types import Request, Rollout
+from slipstream.types import Request, Rollout, SamplingParams
 
 Work = list[list[Request]]
 
@@ -111,9 +112,11 @@ class Crew(DrafterSession):
 
 
 def test_workers_train_together_are_killed_called_away_and_come_late(tmp_path: Path) -> None:
-    work = groups(4, 3)
+    long, _ = generate(groups(4, 3))
+    by_group = [[[*one.request.prompt_ids, *one.token_ids] for one in list(long.values())[n::4]] for n in range(4)]
+    short = SamplingParams(max_new_tokens=20, stop_token_ids=(2,))
+    work = [[replace(request, sampling=short) for request in group] for group in groups(2, 3)]
     plain, _ = generate(work)
-    by_group = [[[*one.request.prompt_ids, *one.token_ids] for one in list(plain.values())[n::4]] for n in range(4)]
     with Crew(tmp_path, dict(zip("abc", by_group, strict=False))) as crew, one_thread():
         crew.begin("a")
         crew.begin("b")
@@ -186,7 +189,7 @@ def the_leader_is_killed_while_somebody_samples(crew: Crew, work: Work) -> dict[
     assert WorkerLeft("b") in crew.said and crew.said[-2:] == [Publish(6, "a"), EndSession(6)]
     assert (state.step, state.num_updates) == (6, 10 * UPDATES), "one version on, of what a has learned"
     at_step.open()
-    rollouts = crew.sampled("c", 12)
+    rollouts = crew.sampled("c", 6)
     crew.until_taken("a", "c")
     assert crew.here == {"a": 6, "c": 6}
     return rollouts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,16 @@ from slipstream.draft import together, versions
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import DRAFTER_FILE, WEIGHTS, DrafterState, DrafterStateLost
 from slipstream.draft.together import Member, Share, average
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What is compared to the bit is computed alike."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 TEXTS = {"a": [[5, 6, 7, *range(40, 52)], [5, 6, 8, *range(60, 80)]], "b": [[5, 6, 9, *range(20, 44)]]}
 

@@ -101,7 +101,7 @@ class DrafterSession:
         round_s: float = ROUND_S,
         stop_s: float = STOP_S,
     ) -> None:
-        """`folder`: for versions and shares, and nothing else is in it. `record`: writes the event log."""
+        """`folder`: for versions and shares, of this session alone. `record`: writes the event log."""
         self.folder, self._updates, self._record = folder, updates, record
         self._limits_s = {"start": start_s, "round": round_s, "average": round_s, "stop": stop_s}
         self.coordinator = coordinator or Coordinator()
@@ -113,9 +113,8 @@ class DrafterSession:
         self._results: list[tuple[str, Any]] = []
         self._context = multiprocessing.get_context("spawn")
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            if not path.name.isdigit():  # no version: what a crash left behind
-                shutil.rmtree(path, ignore_errors=True)
+        for path in (folder / SHARES_FOLDER, *folder.glob(".tmp-*")):  # what a crash left behind
+            shutil.rmtree(path, ignore_errors=True)
 
     def __enter__(self) -> DrafterSession:
         return self
@@ -150,7 +149,7 @@ class DrafterSession:
             self._decide(event)
 
     def give(self, name: str, work: Any) -> None:
-        """Something to sample, to somebody who is not lent."""
+        """Something to sample, small enough for a pipe, to somebody who is not lent."""
         assert name not in (*self.coordinator.idle, *self.coordinator.training), f"{name} is lent: recall it first"
         self._send(name, Work(work))
 
@@ -312,7 +311,8 @@ class DrafterSession:
                 else:
                     self._announce()  # all others had left meanwhile, or it was told to stop just then
             case Failed():
-                warnings.warn(f"{name} goes on without training the drafter: {message.reason}", stacklevel=2)
+                if is_current or message.round is None:  # what fails in a round that was given up is nobody's concern
+                    warnings.warn(f"{name} goes on without training the drafter: {message.reason}", stacklevel=2)
                 if is_current and this is not None:
                     this.failed.add(name)
                     self._leave_round(name)

@@ -92,7 +92,7 @@ PURE = {
     "observe": [
         f"slipstream.observe.{name}" for name in ("metrics", "console", "figures", "loggers", "page", "report", "store")
     ],
-    "driver": ["slipstream.runtime.driver"],
+    "driver": [f"slipstream.runtime.{name}" for name in ("driver", "drafter_messages", "drafter_session")],
     "cli": ["slipstream.cli"],
 }
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}

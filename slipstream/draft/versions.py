@@ -1,0 +1,102 @@
+"""Versions of a drafter in a folder: numbered, complete or not there, and verified when they are read.
+
+A version is a folder of its own, `000007`, with the weights; in `optimizer` in it lies what training them goes on from,
+for whoever joins in (who only drafts does not read it). It is written under another name and renamed, so of two that
+are published at once both are kept, under two numbers. The newest two stay: the last but one for whoever is at it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from slipstream.draft.saved import TEMPORARY, WEIGHTS, DrafterState, DrafterStateLost, load_drafter_state
+from slipstream.draft.saved import save_drafter_state as save
+
+KEPT = 2
+OPTIMIZER_FOLDER = "optimizer"
+
+
+def numbers(folder: Path) -> list[int]:
+    """Of the versions that are there, the newest last."""
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+
+
+def publish(folder: Path, state: DrafterState, writer: str) -> int:
+    """As the newest; its number. `state.step` is not looked at. `writer`: whoever writes at the same time has another
+    name."""
+    while True:
+        number = max(numbers(folder), default=-1) + 1
+        if _write(folder, number, state, writer):
+            for old in numbers(folder)[:-KEPT]:
+                shutil.rmtree(folder / _name(old), ignore_errors=True)
+            return number
+
+
+def publish_first(folder: Path, state: DrafterState, writer: str) -> None:
+    """As version 0, unless there is one already."""
+    if not numbers(folder):
+        _write(folder, 0, state, writer)
+
+
+def load_version(folder: Path, number: int) -> DrafterState:
+    """Its weights alone; `step` is its number. DrafterStateLost says what is wrong."""
+    state = load_drafter_state(folder / _name(number))
+    if state.step != number:
+        raise DrafterStateLost(f"{folder / _name(number)} holds version {state.step}")
+    return state
+
+
+def load_newest(folder: Path) -> DrafterState:
+    """Or, with a warning, the one before it if that is damaged."""
+    problem = f"{folder} holds no drafter"
+    for number in reversed(numbers(folder)):
+        try:
+            return load_version(folder, number)
+        except DrafterStateLost as error:
+            problem = str(error)
+            warnings.warn(f"a version of the drafter is passed over: {error}", stacklevel=2)
+    raise DrafterStateLost(problem)
+
+
+def load_optimizer(folder: Path, number: int) -> dict[str, Tensor]:
+    """What belongs to these weights; empty where nobody has trained them."""
+    return load_drafter_state(folder / _name(number) / OPTIMIZER_FOLDER).tensors
+
+
+def forget_partial(folder: Path, writer: str) -> None:
+    """What somebody who died in the middle of it left behind."""
+    shutil.rmtree(folder / f"{TEMPORARY}{writer}", ignore_errors=True)
+
+
+def _name(number: int) -> str:
+    return f"{number:06d}"
+
+
+def _write(folder: Path, number: int, state: DrafterState, writer: str) -> bool:
+    """False if there is such a version already."""
+    forget_partial(folder, writer)
+    partial = folder / f"{TEMPORARY}{writer}"
+    try:
+        (partial / OPTIMIZER_FOLDER).mkdir(parents=True)
+        save(partial, replace(state, step=number, tensors=_part(state.tensors, is_weight=True)))
+        save(partial / OPTIMIZER_FOLDER, replace(state, step=number, tensors=_part(state.tensors, is_weight=False)))
+        try:
+            os.rename(partial, folder / _name(number))
+        except OSError:
+            if not (folder / _name(number)).is_dir():
+                raise
+            return False
+        return True
+    finally:
+        forget_partial(folder, writer)
+
+
+def _part(tensors: Mapping[str, Tensor], *, is_weight: bool) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS) == is_weight}

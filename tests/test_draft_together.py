@@ -1,0 +1,175 @@
+"""A drafter that several train: the average of what each learned, published whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_draft_learned import target
+from test_draft_lesson import show, student
+from torch import Tensor
+
+from slipstream.draft import together, versions
+from slipstream.draft.online import DrafterTrainer
+from slipstream.draft.saved import DRAFTER_FILE, WEIGHTS, DrafterState, DrafterStateLost
+from slipstream.draft.together import Member, Share, average
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What is compared to the bit is computed alike."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+TEXTS = {"a": [[5, 6, 7, *range(40, 52)], [5, 6, 8, *range(60, 80)]], "b": [[5, 6, 9, *range(20, 44)]]}
+
+
+def test_an_average_by_hand() -> None:
+    first, second = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([4.0, -4.0])}
+    assert average([(first, 2), (second, 1)])["w"].tolist() == pytest.approx([2.0, 0.0], abs=1e-6)
+    assert average([(first, 2), (second, 1), ({"w": torch.tensor([6.0, 8.0])}, 3)])["w"].tolist() == pytest.approx(
+        [(2 * 1 + 4 + 3 * 6) / 6, (2 * 2 - 4 + 3 * 8) / 6]
+    )
+    assert average([(first, 3), (second, 0)])["w"].tolist() == [1.0, 2.0], "who learned nothing has no say"
+    assert average([(first, 0)]) == {} == average([])
+    assert first["w"].tolist() == [1.0, 2.0], "a copy"
+    with pytest.raises(ValueError, match="different drafters"):
+        average([(first, 1), ({"v": torch.tensor([1.0, 2.0])}, 1)])
+
+
+def test_it_is_computed_in_float32_and_of_equals_it_is_the_same() -> None:
+    torch.manual_seed(0)
+    coarse = [{"w": torch.randn(500).bfloat16()} for _ in range(3)]
+    exact = sum(number * one["w"].double() for number, one in zip((3, 5, 7), coarse, strict=True)) / 15
+    got = average(zip(coarse, (3, 5, 7), strict=True))["w"]
+    assert got.dtype == torch.float32 and torch.allclose(got.double(), exact, atol=1e-6)  # type: ignore[union-attr]
+    same = {"w": torch.randn(500)}
+    assert torch.equal(average([(same, 3), (same, 7), (same, 1)])["w"], same["w"])
+
+
+def state(number: int) -> DrafterState:
+    tensors = {"model.w": torch.full((3,), float(number)), "optimizer.exp_avg.w": torch.full((3,), -float(number))}
+    return DrafterState(0, 10 * number, "policy", tensors)
+
+
+def test_versions_are_numbered_whole_and_few(tmp_path: Path) -> None:
+    with pytest.raises(DrafterStateLost, match="no drafter"):
+        versions.load_newest(tmp_path / "none")
+    versions.publish_first(tmp_path, state(5), "a")
+    versions.publish_first(tmp_path, state(6), "b")
+    assert versions.load_newest(tmp_path).num_updates == 50, "the first that was there"
+    assert [versions.publish(tmp_path, state(number), "a") for number in (7, 8, 9)] == [1, 2, 3]
+    assert versions.numbers(tmp_path) == [2, 3] and {path.name for path in tmp_path.iterdir()} == {"000002", "000003"}
+    newest = versions.load_newest(tmp_path)
+    assert (newest.step, newest.num_updates, list(newest.tensors)) == (3, 90, ["model.w"])
+    assert list(versions.load_optimizer(tmp_path, 3)) == ["optimizer.exp_avg.w"]
+    file = tmp_path / "000003" / DRAFTER_FILE
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.warns(UserWarning, match="passed over"):
+        assert versions.load_newest(tmp_path).step == 2
+    shutil.rmtree(tmp_path / "000003")
+    (tmp_path / "000002").rename(tmp_path / "000003")
+    with pytest.raises(DrafterStateLost, match="holds version 2"):
+        versions.load_version(tmp_path, 3)
+
+
+def test_nothing_is_published_by_who_dies_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions.publish_first(tmp_path, state(1), "a")
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(versions.os, "rename", die)
+    with pytest.raises(KeyboardInterrupt):
+        versions.publish(tmp_path, state(2), "a")
+    assert versions.numbers(tmp_path) == [0]
+
+
+def test_two_at_once_are_both_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions.publish_first(tmp_path, state(1), "a")
+    rename, others = versions.os.rename, [state(2)]
+
+    def late(source: Path, goal: Path) -> None:
+        if others:
+            versions.publish(tmp_path, others.pop(), "b")
+        rename(source, goal)
+
+    monkeypatch.setattr(versions.os, "rename", late)
+    assert versions.publish(tmp_path, state(3), "a") == 2
+    assert [versions.load_version(tmp_path, number).num_updates for number in (1, 2)] == [20, 30]
+
+
+def member(name: str, folder: Path, seed: int = 0) -> Member:
+    trainer = student(seed)
+    show(trainer, target(), TEXTS[name])
+    return Member(trainer, folder, name=name, target_digest="policy")
+
+
+def weights_of(trainer: DrafterTrainer) -> dict[str, Tensor]:
+    return {name: one.clone() for name, one in trainer.weights()}
+
+
+def never() -> bool:
+    return False
+
+
+def test_two_members_train_rounds_as_by_hand(tmp_path: Path) -> None:
+    folder, shares = tmp_path / "versions", [Share(tmp_path / "a", 3), Share(tmp_path / "b", 1)]
+    a, b = member("a", folder), member("b", folder, seed=1)
+    twins = [student(0), student(0)]
+    twins[1]._seed = 1
+    for twin, name in zip(twins, "ab", strict=True):
+        show(twin, target(), TEXTS[name])
+    for number in (1, 2, 3):
+        assert a.train(number - 1, 3, tmp_path / "a", never) == (True, 3)
+        assert b.train(number - 1, 1, tmp_path / "b", never) == (True, 1)
+        twins[0].train(3)
+        twins[1].train(1)
+        mean = average([(weights_of(twins[0]), 3), (weights_of(twins[1]), 1)])
+        assert a.lead(shares, never) == number
+        published = versions.load_version(folder, number)
+        assert published.num_updates == 4 * number
+        assert all(torch.equal(published.weights[name], mean[name]) for name in mean)
+        for twin in twins:
+            twin.model.load_state_dict(mean, strict=False)
+            twin.num_updates = 4 * number
+    # Who was not there in the last round goes on from the leader's moments, and then as the leader would.
+    late = member("a", folder)
+    late.train(3, 2, tmp_path / "late", never)
+    a.train(3, 2, tmp_path / "a", never)
+    assert all(torch.equal(one, weights_of(a.trainer)[name]) for name, one in weights_of(late.trainer).items())
+    moments = versions.load_optimizer(folder, 3)
+    assert moments.keys() == {name for name in a.trainer.state_dict() if not name.startswith(WEIGHTS)} and moments
+
+
+def test_it_stops_between_two_updates_and_gives_that_round_up(tmp_path: Path) -> None:
+    a = member("a", tmp_path / "versions")
+    answers = iter([False, False, False, True])
+    assert a.train(0, 9, tmp_path / "a", lambda: next(answers)) == (False, 3) and not (tmp_path / "a").exists()
+    answers = iter([False] * 2 + [True])
+    assert a.train(0, 2, tmp_path / "a", lambda: next(answers)) == (False, 2), "in its last update"
+    a.train(0, 2, tmp_path / "a", never)
+    assert a.lead([Share(tmp_path / "a", 2)], lambda: True) is None and versions.numbers(a.folder) == [0]
+
+
+def test_faults_cost_a_share_and_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = member("a", tmp_path / "versions")
+    a.train(0, 2, tmp_path / "a", never)
+    with pytest.warns(UserWarning, match="left out"):
+        assert a.lead([Share(tmp_path / "a", 2), Share(tmp_path / "gone", 2)], never) == 1
+    with pytest.warns(UserWarning), pytest.raises(DrafterStateLost, match="no share"):
+        a.lead([Share(tmp_path / "gone", 2)], never)
+    next(iter(a.trainer.model.parameters())).data.fill_(torch.nan)
+    monkeypatch.setattr(together, "write_weights", lambda *_: None)
+    with pytest.raises(RuntimeError, match="not numbers"):
+        a.train(1, 1, tmp_path / "a", never)
+    a.train(1, 1, tmp_path / "a", never)
+    assert all(one.isfinite().all() for one in a.trainer.state_dict().values()), "from the leader's state"
+    a.trainer.lessons.close()
+    assert a.train(1, 2, tmp_path / "a", never) == (True, 0), "nothing to learn from"

@@ -1,0 +1,137 @@
+"""How a drafter keeps up with a policy that changes: it learning on, against one that stopped, by step of a recorded run.
+
+    slipstream train recipes/smollm2-reasoner.yaml draft.source=drafter run.save_every=2 run.keep_last=100 ...
+    python benchmarks/drafter_learning.py RUN --frozen 4 --out drafter_learning.json --plot drafter_learning.html
+
+For each checkpoint, rollouts of the next step, which its policy sampled and its drafter has not seen, are walked as the
+engine would walk them, four drafts a step (`draft/judge.py`): with the checkpoint's own drafter, with that of the
+checkpoint before (what a policy update costs until the drafter has learned from it), and with a frozen one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import torch
+from transformers import PreTrainedModel
+
+from slipstream.config import Config, load_config
+from slipstream.draft.eagle import DraftModel, Features, build_draft, kind_of
+from slipstream.draft.judge import num_steps, right_drafts
+from slipstream.draft.saved import DRAFTER_FILE, load_drafter_state
+from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.packed import document_hidden
+from slipstream.models.precision import resolve_precision
+from slipstream.models.rendering import render_prompts
+from slipstream.observe.store import RunStore
+from slipstream.rng import keyed_random
+from slipstream.runtime.benches import describe_machine
+from slipstream.runtime.local import choose_device, load_training_problems
+
+DEPTH = 4
+LONGEST = 1024
+"""Tokens of a rollout that are walked, with its prompt."""
+NAMES = {"adaptive": "learning on", "before": "as it was before the update", "frozen": "frozen"}
+
+
+def read_rollouts(run: Path, config: Config, tokenizer_name: str) -> dict[int, list[tuple[tuple[int, ...], int, int]]]:
+    """By step: the tokens of each rollout with its prompt, the prompt's length, and the seed."""
+    problems = load_training_problems(config)
+    rendered = render_prompts(load_tokenizer(tokenizer_name), problems, config.engine.max_prompt_tokens)
+    prompts = {prompt.key: prompt.token_ids for prompt in rendered}
+    by_step: dict[int, list[tuple[tuple[int, ...], int, int]]] = {}
+    with RunStore(run, read_only=True) as store:
+        for one in store.rollouts(kind="train"):
+            if one.prompt_key in prompts and one.token_ids:
+                prompt = prompts[one.prompt_key]
+                line = (*prompt, *one.token_ids)[:LONGEST], len(prompt), one.seed
+                by_step.setdefault(one.step, []).append(line)
+    return by_step
+
+
+@torch.no_grad()
+def tokens_a_step(
+    drafts: dict[str, DraftModel],
+    model: PreTrainedModel,
+    features: Features,
+    rollouts: list[tuple[tuple[int, ...], int, int]],
+    config: Config,
+) -> dict[str, float]:
+    dtype = resolve_precision(config.train.precision, model.device)
+    steps, num_tokens = dict.fromkeys(drafts, 0), 0
+    for ids, num_prompt, seed in rollouts:
+        ids_T = torch.tensor(ids, device=model.device)
+        with torch.autocast(model.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            document_hidden(model, ids_T, [len(ids)])
+        features_TF = features.take().float()
+        for name, draft in drafts.items():
+            right_JT = right_drafts(
+                draft, model, ids_T, features_TF, seed=seed, depth=DEPTH, temperature=config.sampling.temperature
+            )
+            steps[name] += num_steps(right_JT, num_prompt)
+        num_tokens += len(ids) - num_prompt
+    return {name: num_tokens / count for name, count in steps.items()}
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    figure = go.Figure()
+    for name, words in NAMES.items():
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        figure.add_scatter(x=[step for step, _ in points], y=[value for _, value in points], name=words)
+    figure.update_layout(
+        title="Tokens a step on rollouts not yet learned from", xaxis_title="step of RL", yaxis_title="tokens a step"
+    )
+    figure.write_html(file, include_plotlyjs=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--frozen", type=int, default=4, help="the step whose drafter stays as it is")
+    parser.add_argument("--rollouts", type=int, default=48, help="of each step")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    run: Path = arguments.run
+    config = load_config(run / "config.yaml")
+    device = choose_device(config.device)
+    folders = {int(one.name.partition("_")[2]): one for one in (run / "checkpoints").glob("step_*")}
+    folders = {step: folders[step] for step in sorted(folders) if (folders[step] / DRAFTER_FILE).is_file()}
+    if arguments.frozen not in folders:
+        raise SystemExit(f"no checkpoint with a drafter at step {arguments.frozen}; there are {sorted(folders)}")
+    rollouts = read_rollouts(run, config, str(folders[arguments.frozen]))
+    record = describe_machine(device, resolve_precision(config.train.precision, device))
+    record |= {"what": "benchmarks/drafter_learning.py", "frozen": arguments.frozen, "depth": DEPTH, "rows": []}
+    weights = {step: load_drafter_state(folder).weights for step, folder in folders.items()}
+    kind = kind_of(weights[arguments.frozen])
+    before: int | None = None
+    for step, folder in folders.items():
+        if step + 1 in rollouts:
+            model = load_model(str(folder), dtype=torch.float32, device=device).requires_grad_(False).eval()
+            wanted = {"adaptive": step} | ({"before": before} if before is not None else {})
+            if step >= arguments.frozen:
+                wanted["frozen"] = arguments.frozen
+            drafts = {}
+            for name, taken in wanted.items():
+                drafts[name] = build_draft(model.config, kind).to(device).eval().requires_grad_(False)
+                drafts[name].load_state_dict(weights[taken])
+            some = list(rollouts[step + 1])
+            keyed_random("judged", step).shuffle(some)
+            found = tokens_a_step(drafts, model, Features(model, kind), some[: arguments.rollouts], config)
+            record["rows"].append({"step": step} | found)
+            print(
+                f"step {step}: " + ", ".join(f"{NAMES[name]} {value:.2f}" for name, value in found.items()), flush=True
+            )
+        before = step
+    if arguments.out:
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    if arguments.plot:
+        plot(record["rows"], arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

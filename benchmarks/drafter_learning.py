@@ -1,4 +1,4 @@
-"""How a drafter keeps up with a policy that changes: it learning on, against one that stopped, by step of a recorded run.
+"""How a drafter keeps up with a policy that changes: one that learns on against one that stopped, by step of a run.
 
     slipstream train recipes/smollm2-reasoner.yaml draft.source=drafter run.save_every=2 run.keep_last=100 ...
     python benchmarks/drafter_learning.py RUN --frozen 4 --out drafter_learning.json --plot drafter_learning.html
@@ -123,9 +123,8 @@ def main() -> None:
             keyed_random("judged", step).shuffle(some)
             found = tokens_a_step(drafts, model, Features(model, kind), some[: arguments.rollouts], config)
             record["rows"].append({"step": step} | found)
-            print(
-                f"step {step}: " + ", ".join(f"{NAMES[name]} {value:.2f}" for name, value in found.items()), flush=True
-            )
+            told = ", ".join(f"{NAMES[name]} {value:.2f}" for name, value in found.items())
+            print(f"step {step}: {told}", flush=True)
         before = step
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -219,3 +219,16 @@ def test_training_goes_on_from_what_was_saved() -> None:
     assert first.take_metrics() == {} and not first.trains_aside and not first.is_busy
     with pytest.raises(ValueError, match="other weights"):
         second.load_state_dict({name: one for name, one in saved.items() if "norm" not in name}, 1)
+
+
+def test_a_broken_text_does_not_break_the_drafter() -> None:
+    trainer = student()
+    show(trainer, target(), [list(range(30, 60)), list(range(60, 90))])
+    trainer.lessons._new[0].last_TD[3] = torch.inf  # type: ignore[union-attr]
+    before = {name: one.clone() for name, one in trainer.weights()}
+    trainer.train(3)
+    assert all(torch.isfinite(one).all() for _, one in trainer.weights())
+    assert trainer.num_updates == 3 and all(torch.isfinite(one).all() for one in trainer.state_dict().values())
+    trainer.lessons._new[0].last_TD[3] = 0.0  # type: ignore[union-attr]
+    trainer.train(3)
+    assert any(not torch.equal(one, before[name]) for name, one in trainer.weights())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from slipstream.draft.selector import DEFAULT_STRATEGIES, Selector
+from slipstream.draft.selector import DEFAULT_STRATEGIES, MODEL_STRATEGIES, Selector
 from slipstream.engine.graphs import fitted
 from slipstream.engine.strategy import OFF, Demand, Strategy
 
@@ -218,3 +218,10 @@ def test_one_that_had_no_room_to_spare_says_nothing_about_another() -> None:
     demand = Demand()
     see(demand, Strategy(2.0, 1), 64, 99.0, 60)
     assert demand.room(Strategy(8.0, 1), 64) == 512
+
+
+def test_a_way_chosen_for_fewer_sequences_than_came_is_no_news() -> None:
+    """A tree is chosen for eight, and then eight more are seated."""
+    selector = Selector(MODEL_STRATEGIES)
+    selector.observe(16, MODEL_STRATEGIES[-1], 2.0, 1.0)
+    assert selector.rates(16) == {}

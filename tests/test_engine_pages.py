@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.pages import PagePool
+from slipstream.engine.pages import PagePool, copy_rounds
 
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.sampled_from(["take", "share", "give back"]), st.integers(0, 9))))
@@ -51,3 +52,23 @@ def test_more_pages_than_are_free_cannot_be_taken() -> None:
 def test_an_engine_without_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one page"):
         PagePool(0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.permutations(range(8)), st.integers(1, 7), st.randoms(use_true_random=False))
+def test_copies_in_rounds_are_copies_that_read_before_any_write(order: list[int], count: int, dice: Random) -> None:
+    """Each page is written once, and a page that is written may be read: rounds put the reading first, whatever the
+    order within them."""
+    copies = [(order[place + 1], order[place]) for place in range(count)]
+    copies += [(order[0], 8 + number) for number in range(dice.randint(0, 2))]
+    dice.shuffle(copies)
+    before = {page: f"content of {page}" for page in range(12)}
+    wanted = before | {target: before[source] for source, target in copies}
+    pages = dict(before)
+    for pairs in copy_rounds(copies):
+        dice.shuffle(pairs)
+        for source, target in pairs:
+            pages[target] = pages[source]
+    assert pages == wanted
+    assert copy_rounds([]) == [] and copy_rounds([(1, 2), (3, 4)]) == [[(1, 2), (3, 4)]]
+    assert copy_rounds([(2, 6), (5, 2)]) == [[(2, 6)], [(5, 2)]]

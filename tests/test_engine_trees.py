@@ -188,3 +188,17 @@ def test_paths_of_every_small_tree() -> None:
             while parents[way[-1]] >= 0:
                 way.append(parents[way[-1]])
             assert level == len(way) - 1 and path[0, place, : level + 1].tolist() == way[::-1]
+
+
+def test_a_drafter_whose_numbers_are_broken_changes_no_bit_either() -> None:
+    """It says the same draft twice, and both may be what is sampled."""
+    plain, _ = generate(groups(3, 4))
+    guesser, engine = tree_engine(Strategy(8.0, 0, 3, 2))
+    broken = {name: torch.full_like(one, torch.nan) for name, one in guesser.model.named_parameters()}
+    guesser.write(broken.items())
+    for group in groups(3, 4):
+        engine.submit(group)
+    drafted: dict[str, Rollout] = {}
+    while engine.has_work:
+        drafted |= {rollout.request.uid: rollout for rollout in engine.step()}
+    assert drafted == plain and engine.take_draft_counts().num_drafted > 0

@@ -37,7 +37,8 @@ class FastDraft:
         if isinstance(model, Eagle3):
             self._of_inputs = _norm(model.midlayer.input_layernorm), _norm(model.midlayer.hidden_norm)
             self._last = _norm(model.norm)
-        positions = torch.arange(max_length, device=model.fc.weight.device)
+        num_places = -(-max_length // pages.page_tokens) * pages.page_tokens
+        positions = torch.arange(num_places, device=model.fc.weight.device)
         with torch.no_grad():
             self._cosines, self._sines = model.turns(positions)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.engine.packing import sampling_rows
 from slipstream.engine.sampling import SamplingRows, noise_of, sample_rows
 from slipstream.engine.state import StepState
-from slipstream.models.cached import Branches, KVPages, PackedRows
+from slipstream.models.cached import Branches, PackedRows
 
 NO_SCORE = 1e4
 FALLING = 1e-3
@@ -29,7 +29,6 @@ FALLING = 1e-3
 class Grower(Protocol):
     hidden_SD: Tensor
     normed_SD: Tensor
-    pages: KVPages
 
     def forward(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
         """The drafter's hidden states, and what goes to the head; its keys are written."""
@@ -44,13 +43,13 @@ class Growth:
     """The draft that each follows, always an earlier one; -1: the last known token."""
 
 
-def grow(drafter: Grower, state: StepState, slot_R: Tensor, *, depth: int, branches: int) -> Growth:
-    """As many drafts as a slot can have, of all that were thought of."""
+def grow(drafter: Grower, state: StepState, slot_R: Tensor, last_R: Tensor, *, depth: int, branches: int) -> Growth:
+    """As many drafts as a slot can have, of all that were thought of. `last_R`: the last place that each may write."""
     num_rows, device = len(slot_R), slot_R.device
     known_R1 = state["known"][slot_R].unsqueeze(1).long()
     is_real_R1 = (slot_R < state.trash_slot).unsqueeze(1)
     index_B = torch.arange(branches, device=device)
-    longest, num_places = state["tokens"].shape[1], state["table"].shape[1] * drafter.pages.page_tokens
+    longest = state["tokens"].shape[1]
     hidden_RBD = drafter.hidden_SD[slot_R].unsqueeze(1)
     normed_RWD = drafter.normed_SD[slot_R].unsqueeze(1)
     tokens_RWB, sureness_RWB = _likeliest(
@@ -66,7 +65,7 @@ def grow(drafter: Grower, state: StepState, slot_R: Tensor, *, depth: int, branc
     for level in range(1, depth):
         position_RB = ((known_R1 + level - 2).clamp(0, longest - 1) * is_real_R1).expand(-1, branches)
         here_RB = ((known_R1 - 1 + (level - 1) * branches).clamp(min=0) * is_real_R1) + index_B
-        here_RB = here_RB.clamp(max=num_places - 1)  # near the end of the longest texts some share a place
+        here_RB = torch.minimum(here_RB, last_R.unsqueeze(1))  # near the end of a page some share a place
         places_RBL = torch.cat([places_RBL, here_RB.unsqueeze(-1)], -1)
         rows = _rows(state, slot_R, position_RB, (known_R1 - 1).clamp(min=0), places_RBL)
         fed_T = tokens[-1].gather(1, chosen_RB).clamp(min=0).flatten()

@@ -113,6 +113,7 @@ class HistoryDrafter:
             self.guesser.attach(target, pages, max_length)
 
     def draft(self, state: StepState, room: Tensor, sizes: DraftSizes) -> None:
+        assert sizes.depth <= self.max_drafts, "deeper than a slot has room for"
         if sizes.branches > 1:
             self._draft_trees(state, room, sizes)
             return

@@ -92,7 +92,7 @@ class ModelGuesser:
     def guess(self, state: StepState, width_S: Tensor, found_S: Tensor, sizes: DraftSizes) -> Tensor:
         """Write drafts for slots that may have some and have none; how many each has then."""
         wanted_S, slot_R = self._askers(state, width_S, found_S, sizes.num_rows)
-        longest = state["tokens"].shape[1]
+        last_R = self._last_places(state, width_S, slot_R)
         start_R1 = torch.arange(sizes.num_rows + 1, dtype=torch.int32, device=slot_R.device)
         hidden_RD, normed_RD, known_R = self.hidden_SD[slot_R], self.normed_SD[slot_R], state["known"][slot_R].long()
         rows, drafts = sampling_rows(state, slot_R, known_R), list[Tensor]()
@@ -100,8 +100,7 @@ class ModelGuesser:
             token_R, _ = sample_rows(self.logits(normed_RD), replace(rows, position_N=known_R + place), with_cuts=False)
             drafts.append(token_R.clamp(min=0))
             if place + 1 < sizes.depth:
-                # A text at its end has no page for what would come after: drafts there are never verified.
-                position_R = (known_R - 1 + place).clamp(0, longest - 1) * (slot_R < state.trash_slot)
+                position_R = torch.minimum((known_R - 1 + place).clamp(min=0), last_R) * (slot_R < state.trash_slot)
                 chain = PackedRows(slot_R, position_R, slot_R, start_R1, (position_R + 1).int(), state["table"])
                 hidden_RD, normed_RD = self.forward(drafts[-1], hidden_RD, chain)
         state["drafts"][slot_R, : sizes.depth] = torch.stack(drafts, 1).int()
@@ -112,7 +111,8 @@ class ModelGuesser:
         """As `guess`, with several drafts after each, the likeliest first (`growing.py`); a chain where some are."""
         wanted_S, slot_R = self._askers(state, width_S, found_S, sizes.num_rows)
         state["parents"].copy_(torch.arange(state.max_drafts, device=slot_R.device) - 1)
-        growth = growing.grow(self, state, slot_R, depth=sizes.depth, branches=sizes.branches)
+        last_R = self._last_places(state, width_S, slot_R)
+        growth = growing.grow(self, state, slot_R, last_R, depth=sizes.depth, branches=sizes.branches)
         num = growth.tokens_RC.shape[1]
         for name, values in (("drafts", growth.tokens_RC), ("parents", growth.parents_RC)):
             state[name][slot_R, :num] = values.int()
@@ -126,6 +126,13 @@ class ModelGuesser:
         row_S = torch.where(wanted_S, wanted_S.cumsum(0) - 1, num_rows).clamp(max=num_rows)
         slot_R1 = torch.full((num_rows + 1,), state.trash_slot, device=wanted_S.device).scatter_(0, row_S, slots_S)
         return wanted_S, slot_R1[:num_rows]  # the last one is where all others landed
+
+    def _last_places(self, state: StepState, width_S: Tensor, slot_R: Tensor) -> Tensor:
+        """Of the pages that each slot has for this step: what would lie beyond is another's, or nowhere. Drafts that
+        reach so far are never verified."""
+        size = self.pages.page_tokens
+        last_R = (state["known"][slot_R] - 1 + width_S[slot_R]).clamp(0, state["tokens"].shape[1] - 1)
+        return ((last_R // size + 1) * size - 1).long()
 
     def forward(self, next_T: Tensor, hidden_TD: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
         """The drafter's hidden states, and what goes to the head; its keys are written."""

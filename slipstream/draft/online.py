@@ -85,6 +85,7 @@ class DrafterTrainer:
     def begin_step(self) -> None:
         """New texts are about to come."""
         self.finish()
+        self._forget_ahead()
         self.lessons.begin_step()
 
     def collect(self, ids_T: Tensor, lengths: Sequence[int], response_lengths: Sequence[int], last_TD: Tensor) -> None:
@@ -244,9 +245,14 @@ class DrafterTrainer:
                 inverse_temperature=1.0 / self._temperature,
             )
         taught.loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        # One broken text must not break the drafter for good. No number times 0 is no number: hence not by a product.
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(torch.where(norm.isfinite(), parameter.grad, 0.0))
         self._optimizer.step()
-        self._totals += torch.cat([taught.loss.detach().unsqueeze(0), taught.right_J, taught.asked_J])
+        told = torch.cat([taught.loss.detach().unsqueeze(0), taught.right_J, taught.asked_J])
+        self._totals += torch.where(norm.isfinite(), told, 0.0)
 
     def _capture(self, stream: torch.cuda.Stream) -> Any:
         graph = torch.cuda.CUDAGraph()

@@ -208,6 +208,8 @@ class Selector:
     def observe(self, batch: int, strategy: Strategy, tokens_each: float, seconds: float) -> None:
         """A step of `batch` sequences and nothing else gave each so many tokens on average, in `seconds`."""
         bucket = self._bucket(batch)
+        if strategy not in bucket.tokens:
+            return  # chosen for fewer sequences than were then seated
         if OFF in bucket.costs and strategy != OFF:
             self.saved_s += tokens_each / bucket.rate(OFF) - seconds
         bucket.num_steps += 1

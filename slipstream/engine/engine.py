@@ -27,7 +27,7 @@ from slipstream.engine.batcher import Batcher
 from slipstream.engine.drafting import Drafter
 from slipstream.engine.graphs import GraphPool, fitted, padded
 from slipstream.engine.packing import DraftSizes, StepSizes
-from slipstream.engine.pages import PagePool
+from slipstream.engine.pages import PagePool, copy_rounds
 from slipstream.engine.sequences import PartialRollout, StepPlan
 from slipstream.engine.state import BROKEN, StepState, read_report
 from slipstream.engine.step import draft_step, run_step
@@ -272,8 +272,8 @@ class Engine:
 
     def _launch(self, plan: StepPlan, batch: int, strategy: Strategy, room: int) -> None:
         """Tell the device what changes and start the step; returns before a GPU is done with it."""
-        if plan.copies:
-            copies = torch.tensor(plan.copies)
+        for pairs in copy_rounds(plan.copies):
+            copies = torch.tensor(pairs)
             if self.device.type == "cuda":
                 copies = copies.pin_memory().to(self.device, non_blocking=True)
             self._pages.copy(*copies.T)

@@ -8,7 +8,21 @@ it; giving back a page that is not held is our mistake and fails at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+
+def copy_rounds(copies: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Copies (from, to), all of which read before any writes, as rounds that may be done one after another, and each in
+    any order: a page that is read is written in a later round. A page given back and handed out in one plan is both."""
+    waiting, rounds = list(copies), list[list[tuple[int, int]]]()
+    while waiting:
+        read = {source for source, _ in waiting}
+        ready = [(source, target) for source, target in waiting if target not in read - {source}]
+        assert ready, "pages would be copied in a circle"
+        # What is written now may be read by nobody who still waits, nor by another of this round.
+        rounds.append(ready)
+        waiting = [pair for pair in waiting if pair not in ready]
+    return rounds
 
 
 class PagePool:

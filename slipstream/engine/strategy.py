@@ -82,8 +82,8 @@ class Demand:
         self._num_steps += 1
         recent = [one for one, seen_at in self._seen_at.items() if self._num_steps - seen_at <= STALE_STEPS]
         if strategy not in recent:
-            # There is hardly more to draft than there was for one that matches as many tokens and had room to spare.
-            alike = (other for other in recent if other.min_match == strategy.min_match)
+            # There is hardly more to draft than there was for one of its kind that had room to spare.
+            alike = (other for other in recent if other.kind == strategy.kind)
             needed = [self._each[other] for other in alike if self._each[other] < other.drafts_each]
             self._each[strategy] = REGROWTH * max(needed, default=strategy.drafts_each)
         self._seen_at[strategy] = self._num_steps

@@ -124,7 +124,8 @@ def commit(state: StepState, step: PackedStep, tree: Tree, tokens_N: Tensor, log
     passed_RJD |= torch.arange(depth, device=slot_R.device) > tree.level_RJ.unsqueeze(-1)
     runs_R = (num_samples_R > 0) & (live_R > 0)
     is_kept_RJ = passed_RJD.all(-1) & is_right_RJ & runs_R.unsqueeze(1)
-    count_R = (1 + is_kept_RJ.sum(1)) * runs_R
+    # By the deepest, not by their number: a drafter whose numbers are broken may give the same draft twice.
+    count_R = (1 + ((tree.level_RJ + 1) * is_kept_RJ).amax(1)) * runs_R
 
     # The token of each new place: sampled at the last known token, then at the kept draft of each level.
     node_RI = torch.zeros(len(slot_R), depth + 2, dtype=torch.long, device=slot_R.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -75,6 +75,12 @@ def settle_source(config: Config, device: torch.device) -> Config:
     return config.model_copy(update={"draft": config.draft.model_copy(update={"source": source})})
 
 
+def without_learning(config: Config) -> Config:
+    """For an engine beside no training: drafts of a model that nothing teaches would cost time and give nothing."""
+    source = {"drafter": "off", "both": "history"}.get(config.draft.source, config.draft.source)
+    return config.model_copy(update={"draft": config.draft.model_copy(update={"source": source})})
+
+
 def remembers(config: Config) -> bool:
     """Whether there are drafts from history."""
     return config.draft.source in ("history", "both")
@@ -130,9 +136,11 @@ class Publisher:
         return {"drafter/version": float(self._version), "drafter/behind": float(behind)}
 
 
-def restore_drafter(learner: DrafterTrainer, checkpoint: Path, target_digest: str) -> None:
-    """Go on from the checkpoint's drafter, or from that of an earlier checkpoint, or with a new one; a warning tells
-    where it is not the first."""
+def restore_drafter(
+    learner: DrafterTrainer, checkpoint: Path, target_digest: str, warm: Callable[[], SavedDrafter | None]
+) -> None:
+    """Go on from the checkpoint's drafter, or from that of an earlier checkpoint, or from what a new run begins with; a
+    warning tells where it is not the first."""
     problem = ""
     for folder in (checkpoint, *earlier_checkpoints(checkpoint)):
         try:
@@ -146,7 +154,11 @@ def restore_drafter(learner: DrafterTrainer, checkpoint: Path, target_digest: st
         if problem:
             warnings.warn(f"{problem}; the drafter goes on from {folder}", stacklevel=2)
         return
-    warnings.warn(f"{problem}; training goes on with a new drafter", stacklevel=2)
+    begin_with = warm()
+    if begin_with is not None:
+        learner.model.load_state_dict(begin_with.state.weights)
+    words = "the one of drafter.warm_from" if begin_with is not None else "a new drafter"
+    warnings.warn(f"{problem}; training goes on with {words}", stacklevel=2)
 
 
 def warm_drafter(config: Config, target: PretrainedConfig) -> SavedDrafter | None:

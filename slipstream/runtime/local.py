@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -109,7 +110,7 @@ def run_training(
             max_new_tokens=limit,
         )
         check_warm_history(config)
-        warm = warm_drafter(config, model.config)
+        warm = warm_drafter(config, model.config) if checkpoint is None else None
         # From here on the folder changes: everything that the user can get wrong has been looked at.
         folder.begin(recipe, checkpoint, overwrite)
         store = stack.enter_context(RunStore(folder.path))
@@ -150,7 +151,8 @@ class _Run:
         self.position = 0
         self.concluded = False
         self.warmup_done = 0
-        self.selector = Selector(STRATEGIES[config.draft.source])
+        ways = STRATEGIES[config.draft.source]
+        self.selector = Selector([way for way in ways if way.depth <= config.draft.max_drafts])
         self.learner: DrafterTrainer | None = None
         self.drafter_saver = DrafterSaver()
         self.row: dict[str, float] = {}
@@ -223,7 +225,8 @@ class _Run:
             return
         self.learner = build_drafter_trainer(self.config, self.trainer)
         if checkpoint is not None:
-            restore_drafter(self.learner, checkpoint.path, fingerprint(self.model))
+            begin_with = partial(warm_drafter, self.config, self.model.config)
+            restore_drafter(self.learner, checkpoint.path, fingerprint(self.model), begin_with)
         elif warm is not None:
             self.learner.model.load_state_dict(warm.state.weights)
 

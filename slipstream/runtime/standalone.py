@@ -11,6 +11,7 @@ from slipstream.config import Config, load_config
 from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.rendering import render_prompts, stop_token_ids
 from slipstream.observe.console import Console
+from slipstream.runtime.drafting import without_learning
 from slipstream.runtime.evaluation import evaluate_sets
 from slipstream.runtime.local import build_engine, check_length, choose_device, load_eval_problems
 from slipstream.runtime.rollouts import RolloutDesk
@@ -25,6 +26,7 @@ def evaluate_target(target: Path, overrides: Sequence[str], *, quiet: bool = Fal
         raise ValueError(
             "there is no evaluation set: add one, e.g. tasks.eval.heldout={source: gcd, size: 100, seed: 2}"
         )
+    config = without_learning(config)
     device = choose_device(config.device)
     tokenizer = load_tokenizer(model_name)
     problems = load_eval_problems(config)

@@ -125,9 +125,9 @@ def main() -> None:
             record["rows"].append({"step": step} | found)
             told = ", ".join(f"{NAMES[name]} {value:.2f}" for name, value in found.items())
             print(f"step {step}: {told}", flush=True)
+            if arguments.out:
+                arguments.out.write_text(json.dumps(record, indent=1) + "\n")
         before = step
-    if arguments.out:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     if arguments.plot:
         plot(record["rows"], arguments.plot)
 

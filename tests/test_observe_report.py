@@ -168,3 +168,22 @@ def test_time_beyond_the_phases_is_other() -> None:
     figure = figures.time_stack({"timing_s/gen": {1: 2.0}, "timing_s/step": {1: 5.0}})
     assert figure is not None
     assert [(trace["name"], trace["y"]) for trace in figure["data"]] == [("rollout", [2.0]), ("other", [3.0])]
+
+
+def test_choices_of_drafts_are_told_by_the_sizes_that_are_judged_together(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with RunStore(tmp_path) as store:
+        for step in range(1, 7):
+            store.add_metrics(step, {"rollout/spec_accept_length": 1.5, "rollout/spec_share_history": 0.2})
+        chosen = [
+            (7, "2 drafts", "2 drafts gives 1.20 times the tokens of off"),
+            (5, "2 drafts", "16 drafts is not tried: 0.50 times the tokens of this at best"),
+            (1, "off", "4 drafts is not tried: 0.90 times the tokens of this at best"),
+        ]
+        for batch, strategy, reason in chosen:
+            payload = {"batch": batch, "strategy": strategy, "reason": reason}
+            store.add_event(1, 0.0, "DraftChosen", payload)
+    write_report(tmp_path)
+    html = (tmp_path / "report.html").read_text()
+    assert "5-8" in html and "2 drafts gives 1.20" in html and "16 drafts is not tried" not in html
+    assert "4 drafts is not tried" in html

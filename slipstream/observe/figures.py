@@ -21,7 +21,7 @@ Metrics = Mapping[str, Series]
 Figure = dict[str, Any]
 
 BLUE, AQUA, YELLOW, GREEN = "#2a78d6", "#1baf7a", "#eda100", "#3a8a1f"
-VIOLET, RED, ORANGE, GREY = "#6a5acd", "#e34948", "#d9730d", "#9aa0a6"
+VIOLET, RED, ORANGE, GREY, PINK = "#6a5acd", "#e34948", "#d9730d", "#9aa0a6", "#d65db1"
 CYCLE = (BLUE, AQUA, YELLOW, VIOLET, RED, GREEN)
 PHASES = {
     "timing_s/warmup": ("warm start", ORANGE),
@@ -29,6 +29,7 @@ PHASES = {
     "timing_s/reward": ("reward", AQUA),
     "timing_s/sleep": ("engine to sleep", GREY),
     "timing_s/update_actor": ("training", YELLOW),
+    "timing_s/update_drafter": ("drafter's training", PINK),
     "timing_s/update_weights": ("weight update", GREEN),
     "timing_s/eval": ("evaluation", VIOLET),
     "timing_s/save": ("checkpoint", RED),

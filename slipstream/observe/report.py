@@ -164,8 +164,15 @@ def _drafts(run_dir: Path, store: RunStore, metrics: Metrics) -> str:
     choices = [event.payload for event in store.events("DraftChosen")]
     if not choices:
         return html
-    newest = {str(choice["batch"]): [str(choice["batch"]), choice["strategy"], choice["reason"]] for choice in choices}
-    table = page.table(("sequences", "way of drafting", "why"), sorted(newest.values(), key=lambda row: int(row[0])))
+    newest: dict[int, list[str]] = {}
+    for choice in choices:
+        most = 1 << (int(choice["batch"]) - 1).bit_length()  # sizes that the selector judges together
+        least = most // 2 + 1
+        if "is not tried" in choice["reason"] and most in newest:
+            continue  # says nothing new of what was chosen
+        sizes = str(most) if least >= most else f"{least}-{most}"
+        newest[most] = [sizes, choice["strategy"], choice["reason"]]
+    table = page.table(("sequences", "way of drafting", "why"), [newest[most] for most in sorted(newest)])
     return html + page.card("What pays, by how many sequences run", table, "the last choice of each; all are events")
 
 

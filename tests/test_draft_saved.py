@@ -19,6 +19,7 @@ from slipstream.draft.saved import (
     load_drafter_state,
     save_drafter_state,
 )
+from slipstream.runtime.drafters import SavedDrafter
 from slipstream.runtime.drafting import restore_drafter
 
 
@@ -97,18 +98,27 @@ def test_a_lost_drafter_is_replaced_by_an_earlier_one_or_a_new_one(tmp_path: Pat
     folders = [save(tmp_path, step, keep_last=3) for step in (1, 2, 3)]
     for step, folder in enumerate(folders, 1):
         save_drafter_state(folder, DrafterState(step, 10 * step, f"policy {step}", learner.state_dict()))
-    restore_drafter(learner, folders[2], "policy 3")
+    restore_drafter(learner, folders[2], "policy 3", no_other)
     assert learner.num_updates == 30
     with pytest.warns(UserWarning, match=r"other weights.*goes on from .*step_2"):
-        restore_drafter(learner, folders[2], "another policy")
+        restore_drafter(learner, folders[2], "another policy", no_other)
     assert learner.num_updates == 20
     (folders[1] / DRAFTER_FILE).write_bytes(b"broken")
     (folders[2] / DRAFTER_FILE).unlink()
     with pytest.warns(UserWarning, match=r"step_3.*is missing; the drafter goes on from .*step_1"):
-        restore_drafter(learner, folders[2], "policy 3")
+        restore_drafter(learner, folders[2], "policy 3", no_other)
     assert learner.num_updates == 10
     save_drafter_state(folders[0], state(1))  # of another shape
     fresh = student()
     with pytest.warns(UserWarning, match="a new drafter"):
-        restore_drafter(fresh, folders[2], "policy 3")
+        restore_drafter(fresh, folders[2], "policy 3", no_other)
     assert fresh.num_updates == 0
+    other = student(seed=5)
+    began_with = SavedDrafter(DrafterState(0, 0, "", other.state_dict()), tmp_path)
+    with pytest.warns(UserWarning, match=r"the one of drafter\.warm_from"):
+        restore_drafter(fresh, folders[2], "policy 3", lambda: began_with)
+    assert all(torch.equal(one, dict(other.weights())[name]) for name, one in fresh.weights())
+
+
+def no_other() -> None:
+    """A run that begins with a new drafter."""

@@ -245,3 +245,9 @@ def test_a_resumed_run_keeps_its_kind(runs: Path) -> None:
     learner = DrafterTrainer(target(), lr=1e-3, temperature=1.0, memory_bytes=0, kind="eagle3")
     with pytest.raises(ValueError, match=r"write drafter\.kind=eagle1"):
         learner.load_state_dict(state.tensors, 0)
+
+
+@pytest.mark.parametrize("override", ["drafter.updates=3", "drafter.warm_from=x", "drafter.disk_gb=1"])
+def test_what_would_do_nothing_is_refused(override: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("train-drafter", str(runs / "eagle3"), override) == 2
+    assert "is of no use here" in capsys.readouterr().err

@@ -84,8 +84,8 @@ def _draw(target: PreTrainedModel, hidden_TD: Tensor, position_T: Tensor, seed: 
         rows = SamplingRows(
             seed_N2=torch.tensor([seed & MASK32, seed >> 32], device=ones.device).expand(len(ones), 2),
             position_N=position_N,
-            inverse_temperature_N=ones / temperature,
-            greedy_N=ones < 0,
+            inverse_temperature_N=ones / (temperature or 1.0),
+            greedy_N=torch.full_like(ones, temperature == 0, dtype=torch.bool),
             top_k_N=torch.zeros_like(position_N),
             top_p_N=ones,
             min_p_N=torch.zeros_like(ones),

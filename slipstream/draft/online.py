@@ -242,7 +242,7 @@ class DrafterTrainer:
                 self._head,
                 self._lesson,
                 passes=PASSES,
-                inverse_temperature=1.0 / self._temperature,
+                inverse_temperature=1.0 / (self._temperature or 1.0),  # at 0 the likeliest token is sampled
             )
         taught.loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)

@@ -65,12 +65,12 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def save_drafter(folder: Path, state: DrafterState, about: dict[str, Any]) -> None:
-    """Each file whole: one that is there is replaced at once."""
+    """Each file whole: one that is there is replaced at once. The large one last: a folder without it says so."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_drafter_state(folder, state)
     partial = folder / f".{ABOUT}"
     partial.write_text(json.dumps(about, indent=1) + "\n")
     os.replace(partial, folder / ABOUT)
+    save_drafter_state(folder, state)
 
 
 def export_from(source: Path, folder: Path, *, file_format: str | None, dtype: str, target: Path | None) -> list[str]:

@@ -47,6 +47,12 @@ JUDGED_TOKENS = 8192
 DEPTH = 4
 """Drafts a step, when it is judged: as many as it is taught to make on its own."""
 TOLD_TIMES = 10
+NOT_HERE = {
+    "drafter.updates": "write --updates N",
+    "drafter.warm_from": "write --from DIR",
+    "drafter.disk_gb": "a few texts at a time are looked at, and none are kept",
+}
+"""Settings of a run that `train-drafter` has other words for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,10 @@ def train_offline(
     """Up to so many updates in all, or until Ctrl-C; written to `out` either way. ValueError for what can be fixed."""
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{run} is not a run folder (it has no config.yaml)")
+    for override in overrides:
+        instead = NOT_HERE.get(override.partition("=")[0])
+        if instead is not None:
+            raise ValueError(f"{override} is of no use here: {instead}")
     folder = out or run / "drafter"
     config = load_config(run / "config.yaml", overrides)
     checkpoint = find_checkpoint(run)
@@ -120,6 +130,12 @@ def train_offline(
         )
         about: dict[str, Any] = {"target": str(checkpoint), "run": str(run), "held_out_rollouts": len(held_out)}
         about["tokens_a_step_before"] = judge.tokens_a_step(learner)
+        step, digest = int(checkpoint.name.partition("_")[2]), fingerprint(model)
+
+        def save() -> None:
+            about["updates"] = learner.num_updates
+            save_drafter(folder, DrafterState(step, learner.num_updates, digest, learner.state_dict()), about)
+
         with console.phase("updates", updates) as advance:
             advance(learner.num_updates)
             for metrics in _teach(learner, model, config, learned_from, updates):
@@ -127,16 +143,14 @@ def train_offline(
                 advance(ROUND_UPDATES, loss=loss, right=right)
                 if learner.num_updates % max(ROUND_UPDATES, updates // TOLD_TIMES) < ROUND_UPDATES:
                     console.note(f"{learner.num_updates} updates: loss {loss:.3f}, {right:.0%} of first drafts right")
+                    save()
                 if flag.reason is not None:
                     break
-        about["updates"] = learner.num_updates
-        step, digest = int(checkpoint.name.partition("_")[2]), fingerprint(model)
-        state = DrafterState(step, learner.num_updates, digest, learner.state_dict())
-        save_drafter(folder, state, about)  # before anything else can go wrong
+        save()  # before anything else can go wrong
         lines = list[str]()
         if flag.reason is None:  # who has stopped it does not want to wait
             about["tokens_a_step"] = judge.tokens_a_step(learner)
-            save_drafter(folder, state, about)
+            save()
             lines = [
                 f"held-out rollouts, {DEPTH} drafts a step: {about['tokens_a_step_before']:.2f} tokens a step before, "
                 f"{about['tokens_a_step']:.2f} after {learner.num_updates} updates"

@@ -51,7 +51,7 @@ def guessing(
 @of_each_kind
 @pytest.mark.parametrize(
     ("strategy", "changes"),
-    [(Strategy(4.0, 0, DEPTH), {"steps_ahead": 2}), (Strategy(2.0, 2, 3), {"kv_tokens": 256})],
+    [(Strategy(4.0, 0, DEPTH), {"steps_ahead": 2}), (Strategy(2.0, 2, 3), {"kv_tokens": 512})],
     ids=str,
 )
 def test_a_poor_drafter_changes_no_bit(kind: str, strategy: Strategy, changes: dict[str, int]) -> None:

@@ -34,7 +34,7 @@ def tree_engine(strategy: Strategy, past: Any = (), **changes: Any) -> tuple[Mod
 
 
 @pytest.mark.parametrize(
-    ("strategy", "changes"), [(TREES[0], {}), (TREES[1], {"kv_tokens": 256}), (TREES[2], {"steps_ahead": 2})], ids=str
+    ("strategy", "changes"), [(TREES[0], {}), (TREES[1], {"kv_tokens": 512}), (TREES[2], {"steps_ahead": 2})], ids=str
 )
 def test_trees_change_no_bit(strategy: Strategy, changes: dict[str, int]) -> None:
     plain, _ = generate(groups(3, 4))

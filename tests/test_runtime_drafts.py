@@ -171,8 +171,9 @@ def test_the_selector_of_a_run_changes_no_number_and_its_choices_are_told(
 def test_another_runs_history_is_there_from_the_first_step(without: Path, tmp_path: Path) -> None:
     """From a run without drafts: its run.db has the rollouts too."""
     history = {"warm_from": str(without), "keep_per_prompt": 4}
-    run_training(build_config(settings(tmp_path / "warm", draft={"source": "history"}, history=history)), quiet=True)
-    assert rollouts(tmp_path / "warm") == rollouts(without)
+    recipe = settings(tmp_path / "warm", draft={"source": "history"}, history=history)
+    run_training(build_config(recipe | {"train": recipe["train"] | {"steps": 3}}), quiet=True)
+    assert set(rollouts(tmp_path / "warm")) < set(rollouts(without))
     first = next(row for row in rows_of(tmp_path / "warm") if row["step"] == 1)
     assert first["rollout/spec_share_history"] > 0
     with HistoryStore(tmp_path / "warm" / "history.db") as store:

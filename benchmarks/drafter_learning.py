@@ -17,64 +17,33 @@ from typing import Any
 
 import plotly.graph_objects as go
 import torch
-from transformers import PreTrainedModel
 
 from slipstream.config import Config, load_config
-from slipstream.draft.eagle import DraftModel, Features, build_draft, kind_of
-from slipstream.draft.judge import num_steps, right_drafts
+from slipstream.draft.eagle import build_draft, kind_of
 from slipstream.draft.saved import DRAFTER_FILE, load_drafter_state
 from slipstream.models.loading import load_model, load_tokenizer
-from slipstream.models.packed import document_hidden
 from slipstream.models.precision import resolve_precision
 from slipstream.models.rendering import render_prompts
 from slipstream.observe.store import RunStore
 from slipstream.rng import keyed_random
 from slipstream.runtime.benches import describe_machine
 from slipstream.runtime.local import choose_device, load_training_problems
+from slipstream.runtime.offline import DEPTH, Judge, Sample, sample_of
 
-DEPTH = 4
-LONGEST = 1024
-"""Tokens of a rollout that are walked, with its prompt."""
 NAMES = {"adaptive": "learning on", "before": "as it was before the update", "frozen": "frozen"}
 
 
-def read_rollouts(run: Path, config: Config, tokenizer_name: str) -> dict[int, list[tuple[tuple[int, ...], int, int]]]:
-    """By step: the tokens of each rollout with its prompt, the prompt's length, and the seed."""
+def read_rollouts(run: Path, config: Config, tokenizer_name: str) -> dict[int, list[Sample]]:
+    """By step."""
     problems = load_training_problems(config)
     rendered = render_prompts(load_tokenizer(tokenizer_name), problems, config.engine.max_prompt_tokens)
-    prompts = {prompt.key: prompt.token_ids for prompt in rendered}
-    by_step: dict[int, list[tuple[tuple[int, ...], int, int]]] = {}
+    prompts = {prompt.key: prompt for prompt in rendered}
+    by_step: dict[int, list[Sample]] = {}
     with RunStore(run, read_only=True) as store:
         for one in store.rollouts(kind="train"):
             if one.prompt_key in prompts and one.token_ids:
-                prompt = prompts[one.prompt_key]
-                line = (*prompt, *one.token_ids)[:LONGEST], len(prompt), one.seed
-                by_step.setdefault(one.step, []).append(line)
+                by_step.setdefault(one.step, []).append(sample_of(prompts[one.prompt_key], one))
     return by_step
-
-
-@torch.no_grad()
-def tokens_a_step(
-    drafts: dict[str, DraftModel],
-    model: PreTrainedModel,
-    features: Features,
-    rollouts: list[tuple[tuple[int, ...], int, int]],
-    config: Config,
-) -> dict[str, float]:
-    dtype = resolve_precision(config.train.precision, model.device)
-    steps, num_tokens = dict.fromkeys(drafts, 0), 0
-    for ids, num_prompt, seed in rollouts:
-        ids_T = torch.tensor(ids, device=model.device)
-        with torch.autocast(model.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            document_hidden(model, ids_T, [len(ids)])
-        features_TF = features.take().float()
-        for name, draft in drafts.items():
-            right_JT = right_drafts(
-                draft, model, ids_T, features_TF, seed=seed, depth=DEPTH, temperature=config.sampling.temperature
-            )
-            steps[name] += num_steps(right_JT, num_prompt)
-        num_tokens += len(ids) - num_prompt
-    return {name: num_tokens / count for name, count in steps.items()}
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
@@ -121,7 +90,8 @@ def main() -> None:
                 drafts[name].load_state_dict(weights[taken])
             some = list(rollouts[step + 1])
             keyed_random("judged", step).shuffle(some)
-            found = tokens_a_step(drafts, model, Features(model, kind), some[: arguments.rollouts], config)
+            judge = Judge(config, model, kind, some[: arguments.rollouts])
+            found = dict(zip(drafts, judge.tokens_a_step(*drafts.values()), strict=True))
             record["rows"].append({"step": step} | found)
             told = ", ".join(f"{NAMES[name]} {value:.2f}" for name, value in found.items())
             print(f"step {step}: {told}", flush=True)

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from slipstream.config import Config, load_config
-from slipstream.draft.eagle import Features
+from slipstream.draft.eagle import DraftModel, Features
 from slipstream.draft.export import refuse_filled
 from slipstream.draft.judge import num_steps, right_drafts
 from slipstream.draft.online import DrafterTrainer
@@ -129,7 +129,7 @@ def train_offline(
             ]
         )
         about: dict[str, Any] = {"target": str(checkpoint), "run": str(run), "held_out_rollouts": len(held_out)}
-        about["tokens_a_step_before"] = judge.tokens_a_step(learner)
+        (about["tokens_a_step_before"],) = judge.tokens_a_step(learner.model)
         step, digest = int(checkpoint.name.partition("_")[2]), fingerprint(model)
 
         def save() -> None:
@@ -149,7 +149,7 @@ def train_offline(
         save()  # before anything else can go wrong
         lines = list[str]()
         if flag.reason is None:  # who has stopped it does not want to wait
-            about["tokens_a_step"] = judge.tokens_a_step(learner)
+            (about["tokens_a_step"],) = judge.tokens_a_step(learner.model)
             save()
             lines = [
                 f"held-out rollouts, {DEPTH} drafts a step: {about['tokens_a_step_before']:.2f} tokens a step before, "
@@ -180,13 +180,13 @@ def recorded_samples(run: Path, config: Config, tokenizer_name: str) -> tuple[li
     in_order = sorted(by_prompt, key=lambda key: derive_seed("held out", key))
     num_held = max(1, len(in_order) // HELD_OUT)
     held, rest = (
-        [_sample(prompts[key], one) for key in keys for one in by_prompt[key]]
+        [sample_of(prompts[key], one) for key in keys for one in by_prompt[key]]
         for keys in (in_order[:num_held], in_order[num_held:])
     )
     return rest, list(_up_to(held, JUDGED_TOKENS, "judged"))
 
 
-def _sample(prompt: Prompt, rollout: StoredRollout) -> Sample:
+def sample_of(prompt: Prompt, rollout: StoredRollout) -> Sample:
     return Sample((*prompt.token_ids, *rollout.token_ids)[:LONGEST_TEXT], len(prompt.token_ids), rollout.seed)
 
 
@@ -252,20 +252,23 @@ class Judge:
         self._config, self._model, self._samples = config, model, samples
         self._features = Features(model, kind)
 
-    def tokens_a_step(self, learner: DrafterTrainer) -> float:
-        num_tokens = steps = 0
+    def tokens_a_step(self, *drafts: DraftModel) -> list[float]:
+        """Of each, in order."""
+        num_tokens, steps = 0, [0] * len(drafts)
         for sample in self._samples:
             ids_T = torch.tensor(sample.ids, device=self._model.device)
             _hidden(self._model, self._config, ids_T, [len(ids_T)])
-            right_JT = right_drafts(
-                learner.model,
-                self._model,
-                ids_T,
-                self._features.take().float(),
-                seed=sample.seed,
-                depth=DEPTH,
-                temperature=self._config.sampling.temperature,
-            )
-            steps += num_steps(right_JT, sample.num_prompt)
+            features_TF = self._features.take().float()
+            for number, draft in enumerate(drafts):
+                right_JT = right_drafts(
+                    draft,
+                    self._model,
+                    ids_T,
+                    features_TF,
+                    seed=sample.seed,
+                    depth=DEPTH,
+                    temperature=self._config.sampling.temperature,
+                )
+                steps[number] += num_steps(right_JT, sample.num_prompt)
             num_tokens += len(sample.ids) - sample.num_prompt
-        return num_tokens / steps
+        return [num_tokens / count for count in steps]

@@ -57,14 +57,20 @@ def guessing(
 def test_a_poor_drafter_changes_no_bit(kind: str, strategy: Strategy, changes: dict[str, int]) -> None:
     plain, _ = generate(groups(3, 4))
     _, engine = guessing(kind, strategy, list(plain.values())[::2], **changes)
+    drafted = rolled_out(engine)
+    assert drafted == plain
+    origins = {origin for rollout in drafted.values() for origin in rollout.origins}
+    assert 4 in origins and (strategy.min_match > 0) == bool(origins & {1, 2, 3}), "some guesses are right by chance"
+
+
+def rolled_out(engine: Engine) -> dict[str, Rollout]:
+    """What the engine makes of the groups that `generate` is given."""
     for group in groups(3, 4):
         engine.submit(group)
     drafted: dict[str, Rollout] = {}
     while engine.has_work:
         drafted |= {rollout.request.uid: rollout for rollout in engine.step()}
-    assert drafted == plain
-    origins = {origin for rollout in drafted.values() for origin in rollout.origins}
-    assert 4 in origins and (strategy.min_match > 0) == bool(origins & {1, 2, 3}), "some guesses are right by chance"
+    return drafted
 
 
 def target() -> Any:

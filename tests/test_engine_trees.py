@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_draft_history import MAX_LENGTH, NUM_SLOTS, drafter_with, generate, groups, tiny
-from test_draft_learned import SEED, plain_chain, sharp, target
+from test_draft_learned import SEED, plain_chain, rolled_out, sharp, target
 from tiny_models import packed_rows
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from slipstream.engine.strategy import Always, Strategy
 from slipstream.engine.trees import branch, commit, tree_paths
 from slipstream.models.attention import AttentionForm
 from slipstream.models.cached import Branches, CachedRows, KVPages, attend_rows_plainly
-from slipstream.types import Request, Rollout, SamplingParams
+from slipstream.types import Request, SamplingParams
 
 TREES = [Strategy(8.0, 0, 3, 2), Strategy(6.0, 2, 4, 3), Strategy(12.0, 0, 2, 4)]
 
@@ -40,11 +40,7 @@ def test_trees_change_no_bit(strategy: Strategy, changes: dict[str, int]) -> Non
     plain, _ = generate(groups(3, 4))
     guesser, engine = tree_engine(strategy, list(plain.values())[::2], **changes)
     guesser.write(sharp("eagle3", 3).state_dict().items())
-    for group in groups(3, 4):
-        engine.submit(group)
-    drafted: dict[str, Rollout] = {}
-    while engine.has_work:
-        drafted |= {rollout.request.uid: rollout for rollout in engine.step()}
+    drafted = rolled_out(engine)
     assert drafted == plain
     origins = {origin for rollout in drafted.values() for origin in rollout.origins}
     assert 4 in origins and (strategy.min_match > 0) == bool(origins & {1, 2, 3}), "some guesses are right by chance"
@@ -196,9 +192,5 @@ def test_a_drafter_whose_numbers_are_broken_changes_no_bit_either() -> None:
     guesser, engine = tree_engine(Strategy(8.0, 0, 3, 2))
     broken = {name: torch.full_like(one, torch.nan) for name, one in guesser.model.named_parameters()}
     guesser.write(broken.items())
-    for group in groups(3, 4):
-        engine.submit(group)
-    drafted: dict[str, Rollout] = {}
-    while engine.has_work:
-        drafted |= {rollout.request.uid: rollout for rollout in engine.step()}
+    drafted = rolled_out(engine)
     assert drafted == plain and engine.take_draft_counts().num_drafted > 0

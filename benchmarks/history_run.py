@@ -57,9 +57,9 @@ def tokens_of(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def weights_of(folder: Path) -> str:
-    """A hash of the weights of the last checkpoint."""
+    """A hash of the policy's weights in the last checkpoint, beside which the drafter's may lie."""
     last = max((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name.partition("_")[2]))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(last.glob("*.safetensors")))).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(last.glob("model*.safetensors")))).hexdigest()
 
 
 def kept(row: dict[str, Any]) -> dict[str, Any]:

@@ -158,4 +158,6 @@ class EngineFacts:
     kv_bytes: int
     num_graphs: int
     graph_bytes: int
+    graph_s: float
+    """Spent on making CUDA graphs, and on steps that had none yet."""
     paused: bool

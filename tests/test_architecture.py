@@ -81,6 +81,7 @@ PURE = {
         "slipstream.engine.pages",
         "slipstream.engine.sequences",
         "slipstream.engine.batcher",
+        "slipstream.engine.fitting",
         "slipstream.engine.strategy",
     ],
     "history": [f"slipstream.history.{name}" for name in ("cache", "eviction", "format", "store", "takeover")],

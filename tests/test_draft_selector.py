@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from slipstream.draft.selector import DEFAULT_STRATEGIES, MODEL_STRATEGIES, Selector
-from slipstream.engine.graphs import fitted
+from slipstream.engine.fitting import fitted
 from slipstream.engine.strategy import OFF, Demand, Strategy
 
 World = Callable[[int, Strategy], tuple[int, float]]

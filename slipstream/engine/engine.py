@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 
 from slipstream.engine.batcher import Batcher
 from slipstream.engine.drafting import Drafter
-from slipstream.engine.graphs import GraphPool, fitted, padded
-from slipstream.engine.packing import DraftSizes, StepSizes
+from slipstream.engine.fitting import coarsely, fitted, padded
+from slipstream.engine.graphs import GraphPool
+from slipstream.engine.packing import DraftSizes, Launch, StepSizes
 from slipstream.engine.pages import PagePool, copy_rounds
 from slipstream.engine.sequences import PartialRollout, StepPlan
 from slipstream.engine.state import BROKEN, StepState, read_report
@@ -253,6 +254,7 @@ class Engine:
             kv_bytes=self._pages.num_bytes,
             num_graphs=len(self._graphs) if self._graphs is not None else 0,
             graph_bytes=self._graphs.num_bytes if self._graphs is not None else 0,
+            graph_s=self._graphs.making_s if self._graphs is not None else 0.0,
             paused=self._paused,
         )
 
@@ -283,41 +285,46 @@ class Engine:
             self.drafter.tune(strategy)
         if not plan.num_tokens:
             return
-        was_prepared = self._run_step(*self._sizes(plan, strategy))
+        was_prepared = self._run_step(plan, strategy)
         self._unread.append(self._request_report(plan, batch, strategy, room, was_prepared))
         self._num_forwards += 1
         self._prefill_tokens += plan.num_tokens - plan.num_drafts - len(plan.samplers)
 
-    def _run_step(self, sizes: StepSizes, drafting: DraftSizes | None) -> bool:
-        """With the drafting before it. What a learned drafter does has a graph of its own, which steps of all sizes
-        share; what is quickly found is part of the step's, since a second launch takes the host longer than that."""
-        step = partial(run_step, self.model, self._pages, self._state, sizes, self.drafter)
-        if drafting is None:
-            return self._run(sizes, step)
-        assert self.drafter is not None
-        limits = self._state.limits_of(sizes.num_tokens, sizes.num_samples)
-        if not drafting.depth:
-            draft = partial(draft_step, self._state, drafting, self.drafter, limits)
+    def _run_step(self, plan: StepPlan, strategy: Strategy) -> bool:
+        """With the drafting before it; whether it took as long as such a step will."""
+        launches = self._launches(plan, strategy, padded)
+        if self._graphs is not None:
+            launches = self._graphs.fit(launches, partial(self._launches, plan, strategy, coarsely))
+        if len(launches) > 1:
+            self._state.set_limits(self._limits(launches[-1]))
+        are_prepared = [self._run(launch) for launch in launches]
+        return all(are_prepared)
 
-            def both() -> None:
-                draft()
-                step()
-
-            return self._run((sizes, drafting), both)
-        self._state.set_limits(limits)
-        draft = partial(draft_step, self._state, drafting, self.drafter, self._state.limits)
-        return self._run(drafting, draft) & self._run(sizes, step)
-
-    def _run(self, size: Hashable, body: Callable[[], None]) -> bool:
+    def _run(self, launch: Launch) -> bool:
         """By its graph, if there is one; whether it took as long as it will."""
+        body = partial(self._perform, launch)
         if self._graphs is None:
             body()
             return True
-        was_prepared = self._graphs.is_prepared(size)
-        self._graphs.run(size, body)
+        was_prepared = self._graphs.is_prepared(launch)
+        self._graphs.run(launch, body)
         return was_prepared
 
-    def _sizes(self, plan: StepPlan, strategy: Strategy) -> tuple[StepSizes, DraftSizes | None]:
+    def _perform(self, launch: Launch) -> None:
+        if launch.drafting is not None:
+            assert self.drafter is not None
+            draft_step(self._state, launch.drafting, self.drafter, self._limits(launch))
+        if launch.step is not None:
+            run_step(self.model, self._pages, self._state, launch.step, self.drafter)
+
+    def _limits(self, launch: Launch) -> Tensor:
+        """What drafts of it have room in: the step it goes with, or, if it is launched apart, the one to come."""
+        step = launch.step
+        return self._state.limits if step is None else self._state.limits_of(step.num_tokens, step.num_samples)
+
+    def _launches(self, plan: StepPlan, strategy: Strategy, pad: Callable[[int], int]) -> list[Launch]:
+        """What a learned drafter does has a graph of its own, which steps of all sizes share; what is quickly found is
+        part of the step's, since a second launch takes the host longer than that."""
         num_tokens, num_rows, num_samples = plan.num_tokens, plan.num_rows, len(plan.samplers) + plan.num_drafts
         # Prompts beside trees would be computed a token at a time.
         only_decodes = num_tokens == num_samples
@@ -326,10 +333,10 @@ class Engine:
             num_tokens, num_samples = max(num_tokens, self._min_rows), max(num_samples, self._min_rows)
             num_askers = num_rows
         else:
-            num_tokens, num_askers = padded(num_tokens), min(padded(max(1, num_rows)), self._state.num_slots)
+            num_tokens, num_askers = pad(num_tokens), min(pad(max(1, num_rows)), self._state.num_slots)
             num_rows = min(num_tokens, self._state.num_slots)
-            num_samples = min(num_tokens, padded(max(1, num_samples)))
-        sizes = StepSizes(
+            num_samples = min(num_tokens, pad(max(1, num_samples)))
+        step = StepSizes(
             num_tokens=num_tokens,
             num_rows=num_rows,
             num_samples=num_samples,
@@ -338,8 +345,10 @@ class Engine:
             tree_depth=strategy.depth if branches > 1 else 0,
             is_fed=strategy.depth > 0,
         )
-        drafting = DraftSizes(num_askers, strategy.depth, branches, strategy.min_match > 0) if plan.num_drafts else None
-        return sizes, drafting
+        if not plan.num_drafts:
+            return [Launch(None, step)]
+        drafting = DraftSizes(num_askers, strategy.depth, branches, strategy.min_match > 0)
+        return [Launch(drafting, None), Launch(None, step)] if strategy.depth else [Launch(drafting, step)]
 
     def _tell_policy(self, launched: Launched, tokens: Sequence[Sequence[int]]) -> None:
         """How long the step took, if it only decoded, needed no preparation and came right after another."""

@@ -7,6 +7,7 @@ Axes: T packed tokens (padded), R rows (padded), N samples (padded), S slots.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,14 @@ class StepSizes:
     is_fed: bool = True
     """Whether a learned drafter is made ready for drafts in the next step, or only kept up to date."""
 
+    @property
+    def kind(self) -> Hashable:
+        return self.with_drafts, self.with_cuts, self.tree_depth, self.is_fed
+
+    @property
+    def room(self) -> tuple[int, ...]:
+        return self.num_tokens, self.num_samples
+
 
 @dataclass(frozen=True, slots=True)
 class DraftSizes:
@@ -47,6 +56,30 @@ class DraftSizes:
     """Alternatives that it pursues at each; from 2 on, drafts are trees."""
     searches: bool = True
     """Whether drafts are looked for in the library."""
+
+    @property
+    def kind(self) -> Hashable:
+        return self.depth, self.branches, self.searches
+
+    @property
+    def room(self) -> tuple[int, ...]:
+        return (self.num_rows,)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is launched at once, as one CUDA graph if there is one: drafting, a step, or both."""
+
+    drafting: DraftSizes | None
+    step: StepSizes | None
+
+    @property
+    def kind(self) -> Hashable:
+        return self.drafting and self.drafting.kind, self.step and self.step.kind
+
+    @property
+    def room(self) -> tuple[int, ...]:
+        return (*(self.drafting.room if self.drafting else ()), *(self.step.room if self.step else ()))
 
 
 @dataclass(frozen=True, slots=True)

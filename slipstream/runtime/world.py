@@ -85,7 +85,7 @@ class LocalWorld:
         self._engine, self._trainer, self._desk = engine, trainer, desk
         self._selector, self._history = selector, history
         self._learner = None if learner is None else Learning(learner, engine, config.drafter.updates, self._note)
-        self._draft_s = 0.0
+        self._draft_s = self._graph_s = 0.0
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
@@ -189,6 +189,9 @@ class LocalWorld:
             self._config.train.samples_per_prompt,
         )
         self._row["timing_s/gen"], self._row["timing_s/reward"] = self._desk.take_times()
+        if self._engine.device.type == "cuda":
+            before, self._graph_s = self._graph_s, self._engine.facts().graph_s
+            self._row["timing_s/graphs"] = self._graph_s - before  # a part of gen
         if not self._config.engine.exact and self._engine.device.type == "cuda":
             asked = [group.results[0].rollout for group in groups[:MATCHED_ROLLOUTS]]
             with self._timed("token_match"):
@@ -250,6 +253,7 @@ class LocalWorld:
         except Interrupted:
             return []  # the next advance() reports the stop
         self._desk.take_times()
+        self._graph_s = self._engine.facts().graph_s
         self._engine.take_draft_counts()  # as the times: of training rollouts only
         self._draft_s = self._engine.drafter.spent_s if self._engine.drafter is not None else 0.0
         self._selector.saved_s = 0.0

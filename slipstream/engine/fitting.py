@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Generic, Protocol, TypeVar
 
-PATIENCE = 64
+PATIENCE = 200
 """Times that a size is asked for before it gets a graph although a larger one would do: in that many steps the padding
 costs about what a graph does where it costs most, and next to nothing where reading the weights takes the time."""
 SMALL = 64

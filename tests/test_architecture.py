@@ -91,7 +91,8 @@ PURE = {
         f"slipstream.tasks.{name}" for name in ("procedural", "rows", "sources", "verifiers", "rewards", "grading")
     ],
     "observe": [
-        f"slipstream.observe.{name}" for name in ("metrics", "console", "figures", "loggers", "page", "report", "store")
+        f"slipstream.observe.{name}"
+        for name in ("metrics", "console", "figures", "ledger", "loggers", "page", "report", "store")
     ],
     "driver": [f"slipstream.runtime.{name}" for name in ("driver", "drafter_messages", "drafter_session")],
     "cli": ["slipstream.cli"],

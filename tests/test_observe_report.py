@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.config import build_config, dump_config
 from slipstream.observe import figures
+from slipstream.observe.ledger import Entry
 from slipstream.observe.metrics import evaluation_metrics, rollout_metrics
 from slipstream.observe.report import pick_samples, wall_time_s, write_report
 from slipstream.observe.store import RunStore
@@ -187,3 +188,25 @@ def test_choices_of_drafts_are_told_by_the_sizes_that_are_judged_together(tmp_pa
     html = (tmp_path / "report.html").read_text()
     assert "5-8" in html and "2 drafts gives 1.20" in html and "16 drafts is not tried" not in html
     assert "4 drafts is not tried" in html
+
+
+def test_the_ledger_is_shown_by_step_and_by_device(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    write_report(tmp_path)
+    assert "Where every device-second went" not in (tmp_path / "report.html").read_text()
+    with RunStore(tmp_path) as store:
+        for step in (1, 2):
+            store.add_ledger(
+                [
+                    Entry(step, "rollout-0", "decode", 3.0),
+                    Entry(step, "rollout-0", "tail wait", 1.0),
+                    Entry(step, "trainer", "training", 1.0),
+                    Entry(step, "trainer", "idle", 3.0),
+                ]
+            )
+    write_report(tmp_path)
+    html = (tmp_path / "report.html").read_text()
+    assert "Where every device-second went" in html and "all devices" in html
+    for share in ("75.0%", "25.0%", "37.5%", "12.5%"):  # of rollout-0, of trainer, of both
+        assert share in html
+    assert "while others finish the step" in html and "held-out prompts" not in html

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slipstream.observe.ledger import ACCOUNTS, Entry
 from slipstream.observe.metrics import draft_share_name, percentile
 from slipstream.types import ORIGIN_NAMES
 
@@ -123,6 +124,38 @@ def time_stack(metrics: Metrics) -> Figure | None:
     if sum(other.values()) > 0.01 * sum(metrics.get("timing_s/step", {}).values()):
         traces.append(_bars("other", GREY, other))
     figure = _figure(traces, "seconds")
+    figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
+    return figure
+
+
+LEDGER_COLOURS = {
+    "prefill": "#7fb2ea",
+    "decode": BLUE,
+    "accepted drafts": AQUA,
+    "rejected drafts": RED,
+    "graphs": "#b8860b",
+    "tail wait": "#c9cdd2",
+    "rollout wait": "#b4b9c0",
+    "reward wait": "#8fa3ad",
+    "weight sync": GREEN,
+    "training": YELLOW,
+    "drafter training": PINK,
+    "evaluation": VIOLET,
+    "checkpoint": ORANGE,
+    "idle": "#e6e8eb",
+}
+
+
+def ledger_stack(entries: Sequence[Entry]) -> Figure | None:
+    """Device-seconds of each step by account, all devices together."""
+    if not entries:
+        return None
+    by_account: dict[str, dict[int, float]] = {name: {} for name in ACCOUNTS}
+    for entry in entries:
+        series = by_account[entry.account]
+        series[entry.step] = series.get(entry.step, 0.0) + entry.seconds
+    traces = [_bars(name, LEDGER_COLOURS[name], series) for name, series in by_account.items() if any(series.values())]
+    figure = _figure(traces, "device-seconds")
     figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
     return figure
 

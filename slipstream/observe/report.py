@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -19,6 +20,7 @@ from slipstream.config import Config, build_config
 from slipstream.observe import figures, page
 from slipstream.observe.console import format_duration
 from slipstream.observe.figures import Metrics, Series
+from slipstream.observe.ledger import ACCOUNTS, Entry, shares
 from slipstream.observe.spans import find_decoder, spans
 from slipstream.observe.store import RunStore, StoredRollout
 from slipstream.types import ORIGIN_NAMES
@@ -46,6 +48,7 @@ def write_report(run_dir: Path) -> Path:
             _header(run_dir.resolve().name, config, metrics),
             _learning(metrics),
             _lengths_and_time(metrics, store.lengths_by_step()),
+            _ledger(store.ledger()),
             _drafts(run_dir, store, metrics),
             _health(metrics),
             _samples(store, metrics),
@@ -140,6 +143,26 @@ def _lengths_and_time(metrics: Metrics, lengths: Mapping[int, list[int]]) -> str
             page.card("Tokens per second", _show(rate, "This run has no perf/throughput.")),
         )
         + page.card("Where the time went", _show(timing, "This run has no timing_s/ metrics."), _shares(metrics))
+    )
+
+
+def _ledger(entries: Sequence[Entry]) -> str:
+    """Every device-second on one account; nothing for a run that kept no ledger."""
+    figure = figures.ledger_stack(entries)
+    if figure is None:
+        return ""
+    by_device = shares(entries)
+    by_device["all devices"] = shares([replace(entry, device="all") for entry in entries])["all"]
+    names = [name for name in ACCOUNTS if any(name in spent for spent in by_device.values())]
+    rows = [
+        [device, *(f"{spent[name]:.1%}" if name in spent else "" for name in names)]
+        for device, spent in by_device.items()
+    ]
+    about = page.facts({name: ACCOUNTS[name] for name in names})
+    return (
+        "<h2>Where every device-second went</h2>"
+        + page.card("By step", figures.figure_html(figure))
+        + page.card("By device", page.table(("device", *names), rows) + about)
     )
 
 

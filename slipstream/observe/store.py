@@ -16,13 +16,14 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
 
+from slipstream.observe.ledger import Entry
 from slipstream.types import Scored, Unscored
 
 SCHEMA_VERSION = 1
@@ -43,6 +44,9 @@ CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, step INTEGER NOT NULL, at_s REAL NOT NULL, name TEXT NOT NULL, payload TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS metrics (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL, PRIMARY KEY (step, name))
     WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ledger (
+    step INTEGER NOT NULL, device TEXT NOT NULL, account TEXT NOT NULL, seconds REAL NOT NULL,
+    PRIMARY KEY (step, device, account)) WITHOUT ROWID;
 """
 _COLUMNS = (
     "uid, step, kind, set_name, prompt_key, prompt_text, grp, sample, seed, token_ids, logprobs, text, reward, parts, "
@@ -188,6 +192,18 @@ class RunStore:
         with self._transaction() as connection:
             connection.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", rows)
 
+    def add_ledger(self, entries: Sequence[Entry]) -> None:
+        """Of whole steps; what was known of them is replaced."""
+        with self._transaction() as connection:
+            connection.executemany("DELETE FROM ledger WHERE step = ?", {(entry.step,) for entry in entries})
+            connection.executemany("INSERT INTO ledger VALUES (?, ?, ?, ?)", [astuple(entry) for entry in entries])
+
+    def ledger(self) -> list[Entry]:
+        """By step and device; empty for a run from before there was one."""
+        if not self._read("SELECT 1 FROM sqlite_master WHERE name = 'ledger'"):
+            return []
+        return [Entry(*row) for row in self._read("SELECT * FROM ledger ORDER BY step, device, account")]
+
     def forget_after(self, trained_step: int, recorded_step: int) -> None:
         """For a resume: forget training rollouts and events of steps after `trained_step`, and evaluations and metrics
         of steps after `recorded_step`. The two differ by one when a run stopped before a trained step was evaluated."""
@@ -198,6 +214,7 @@ class RunStore:
                 connection.execute(f"DELETE {later}", (kind, last))
             connection.execute("DELETE FROM events WHERE step > ?", (trained_step,))
             connection.execute("DELETE FROM metrics WHERE step > ?", (recorded_step,))
+            connection.execute("DELETE FROM ledger WHERE step > ?", (recorded_step,))
 
     def sync(self) -> None:
         """Bring all commits to the disk proper, so that a power cut cannot lose them; for checkpoints."""

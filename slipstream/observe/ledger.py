@@ -1,0 +1,105 @@
+"""Where every device-second of a run went: each to one account, so that they add up to the time the devices were there.
+
+Pure. Whoever runs something on a device books its seconds; what nobody booked was idle. Time that was booked twice
+cannot hide: the accounts then come to more than the time there was, which `balance` says.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ACCOUNTS = {
+    "prefill": "computing the keys of prompts, and of sequences that moved",
+    "decode": "sampling tokens that were no drafts",
+    "accepted drafts": "verifying drafts that were right",
+    "rejected drafts": "verifying drafts that were wrong",
+    "graphs": "making CUDA graphs, and steps without one",
+    "tail wait": "a rollout worker without work while others finish the step",
+    "rollout wait": "a trainer without groups to train on",
+    "reward wait": "waiting for grades, with nothing else to do",
+    "weight sync": "bringing new weights to where rollouts are sampled",
+    "training": "gradients and updates of the policy",
+    "drafter training": "the same of the drafter",
+    "evaluation": "rollouts of held-out prompts",
+    "checkpoint": "writing a checkpoint and the report",
+    "idle": "nothing of the above",
+}
+IDLE = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Seconds of one device on one account, in one step."""
+
+    step: int
+    device: str
+    account: str
+    seconds: float
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self._since_s: dict[str, float] = {}
+        """By device that is here: from when on its time has not been closed."""
+        self._present_s: dict[str, float] = defaultdict(float)
+        """Of devices that left since the last closing."""
+        self._booked: dict[tuple[str, str], float] = defaultdict(float)
+
+    def arrive(self, device: str, now_s: float) -> None:
+        assert device not in self._since_s, f"{device} is here already"
+        self._since_s[device] = now_s
+
+    def leave(self, device: str, now_s: float) -> None:
+        self._present_s[device] += now_s - self._since_s.pop(device)
+
+    def book(self, device: str, account: str, seconds: float) -> None:
+        """What it spent since it was last booked; a device that has left may still be told of."""
+        assert account in ACCOUNTS and account != IDLE, f"no account of that name: {account}"
+        self._booked[device, account] += seconds
+
+    def close(self, step: int, now_s: float) -> list[Entry]:
+        """The entries of a step, and begin the next one."""
+        present_s, self._present_s = self._present_s, defaultdict(float)
+        for device, since_s in self._since_s.items():
+            present_s[device] += now_s - since_s
+            self._since_s[device] = now_s
+        booked, self._booked = self._booked, defaultdict(float)
+        entries = [Entry(step, device, account, seconds) for (device, account), seconds in booked.items() if seconds]
+        spent: dict[str, float] = defaultdict(float)
+        for entry in entries:
+            spent[entry.device] += entry.seconds
+        idle = [Entry(step, device, IDLE, max(0.0, there_s - spent[device])) for device, there_s in present_s.items()]
+        return entries + idle
+
+
+def split_decoding(seconds: float, num_tokens: int, num_accepted: int, num_drafted: int) -> dict[str, float]:
+    """Seconds of steps that verified drafts, by account: each token that ran costs the same. `num_tokens` were sampled,
+    the accepted drafts among them."""
+    parts = {
+        "decode": num_tokens - num_accepted,
+        "accepted drafts": num_accepted,
+        "rejected drafts": num_drafted - num_accepted,
+    }
+    total = sum(parts.values())
+    if not total:
+        return {"decode": seconds}
+    return {account: seconds * count / total for account, count in parts.items() if count}
+
+
+def shares(entries: Iterable[Entry]) -> dict[str, dict[str, float]]:
+    """{device: {account: share of the device's time}}, accounts in their order."""
+    seconds: dict[str, dict[str, float]] = {}
+    for entry in entries:
+        seconds.setdefault(entry.device, defaultdict(float))[entry.account] += entry.seconds
+    return {
+        device: {name: spent[name] / total for name in ACCOUNTS if spent[name]}
+        for device, spent in sorted(seconds.items())
+        if (total := sum(spent.values()))
+    }
+
+
+def balance(entries: Iterable[Entry], present_s: float) -> float:
+    """All accounts over the time the devices were there: 1.0, unless something was booked twice."""
+    return sum(entry.seconds for entry in entries) / present_s

@@ -1,0 +1,82 @@
+"""The ledger: whatever is booked, every device-second is on one account."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.observe.ledger import ACCOUNTS, IDLE, Entry, Ledger, balance, shares, split_decoding
+from slipstream.observe.store import RunStore
+
+SPENT = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.sampled_from([*ACCOUNTS][:-1]), st.floats(0, 1)), max_size=8)
+
+
+@given(SPENT, SPENT)
+def test_accounts_add_up_to_the_time_that_devices_were_there(first: list[tuple], second: list[tuple]) -> None:
+    ledger = Ledger()
+    ledger.arrive("a", 0.0)
+    ledger.arrive("b", 5.0)
+    entries = []
+    for step, (spent, now_s) in enumerate(((first, 20.0), (second, 40.0)), 1):
+        for one in spent:
+            ledger.book(*one)
+        entries += ledger.close(step, now_s)
+    assert balance(entries, present_s=40.0 + 35.0) == pytest.approx(1.0)
+    assert balance([one for one in entries if one.step == 1], present_s=20.0 + 15.0) == pytest.approx(1.0)
+
+
+def test_what_nobody_booked_was_idle_and_a_device_that_left_is_counted_to_its_end() -> None:
+    ledger = Ledger()
+    ledger.arrive("rollout-0", 0.0)
+    ledger.arrive("rollout-1", 0.0)
+    ledger.book("rollout-0", "decode", 6.0)
+    ledger.leave("rollout-1", 4.0)
+    ledger.book("rollout-1", "decode", 3.0)
+    found = {(one.device, one.account): one.seconds for one in ledger.close(1, 10.0)}
+    assert found == {
+        ("rollout-0", "decode"): 6.0,
+        ("rollout-0", IDLE): 4.0,
+        ("rollout-1", "decode"): 3.0,
+        ("rollout-1", IDLE): 1.0,
+    }
+    assert [one.device for one in ledger.close(2, 20.0)] == ["rollout-0"]
+
+
+def test_time_that_is_booked_twice_shows() -> None:
+    ledger = Ledger()
+    ledger.arrive("a", 0.0)
+    ledger.book("a", "training", 8.0)
+    ledger.book("a", "decode", 8.0)
+    assert balance(ledger.close(1, 10.0), present_s=10.0) == pytest.approx(1.6)
+
+
+def test_an_unknown_account_and_booking_idle_are_refused() -> None:
+    for account in ("thinking", IDLE):
+        with pytest.raises(AssertionError, match=account):
+            Ledger().book("a", account, 1.0)
+
+
+def test_decoding_is_split_by_the_tokens_that_ran() -> None:
+    assert split_decoding(3.0, num_tokens=40, num_accepted=10, num_drafted=30) == {
+        "decode": pytest.approx(1.5),
+        "accepted drafts": pytest.approx(0.5),
+        "rejected drafts": pytest.approx(1.0),
+    }
+    assert split_decoding(3.0, 40, 0, 0) == {"decode": 3.0}
+    assert split_decoding(3.0, 0, 0, 0) == {"decode": 3.0}
+
+
+def test_shares_of_each_device() -> None:
+    entries = [Entry(1, "a", "decode", 3.0), Entry(2, "a", "decode", 3.0), Entry(2, "a", IDLE, 2.0)]
+    assert shares(entries) == {"a": {"decode": 0.75, IDLE: 0.25}}
+
+
+def test_the_store_keeps_it_and_a_resume_forgets_later_steps(tmp_path) -> None:
+    entries = [Entry(step, "a", "decode", float(step)) for step in (1, 2, 3)]
+    with RunStore(tmp_path) as store:
+        store.add_ledger(entries)
+        store.add_ledger([Entry(2, "a", "decode", 7.0)])  # a step done again replaces what there was
+        store.forget_after(2, 2)
+    with RunStore(tmp_path, read_only=True) as store:
+        assert store.ledger() == [Entry(1, "a", "decode", 1.0), Entry(2, "a", "decode", 7.0)]

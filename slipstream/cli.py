@@ -174,10 +174,11 @@ def check(
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="A run folder, e.g. runs/quickstart.")]) -> None:
-    """Write report.html of a run, also while it is running."""
+    """Write report.html of a run, also while it is running, with what other settings would save."""
     from slipstream.observe.report import write_report
+    from slipstream.simulate.show import what_if_rows
 
-    typer.echo(write_report(run))
+    typer.echo(write_report(run, what_if_rows(run)))
 
 
 @app.command()

@@ -74,7 +74,7 @@ PURE = {
         f"slipstream.simulate.{name}"
         for name in (
             *("against", "costs", "outcome", "pace", "planning", "show", "study"),
-            *("system", "systems", "trainer", "worker", "workloads", "world"),
+            *("system", "systems", "trainer", "what_if", "worker", "workloads", "world"),
         )
     ],
     "engine": [

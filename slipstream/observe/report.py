@@ -31,8 +31,10 @@ _TAUGHT_ONLY = (
 )
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write `<run_dir>/report.html` and return its path; ValueError when the folder is not a run's."""
+def write_report(run_dir: Path, what_if: Sequence[Sequence[str]] | str = ()) -> Path:
+    """Write `<run_dir>/report.html` and return its path; ValueError when the folder is not a run's.
+
+    `what_if`: (setting, seconds of a step, times as fast, share idle), simulated; or a sentence that says why not."""
     run_dir = Path(run_dir)
     if not (run_dir / "run.db").is_file():
         raise ValueError(
@@ -49,6 +51,7 @@ def write_report(run_dir: Path) -> Path:
             _learning(metrics),
             _lengths_and_time(metrics, store.lengths_by_step()),
             _ledger(store.ledger()),
+            _what_if(what_if),
             _drafts(run_dir, store, metrics),
             _health(metrics),
             _samples(store, metrics),
@@ -163,6 +166,20 @@ def _ledger(entries: Sequence[Entry]) -> str:
         "<h2>Where every device-second went</h2>"
         + page.card("By step", figures.figure_html(figure))
         + page.card("By device", page.table(("device", *names), rows) + about)
+    )
+
+
+def _what_if(settings: Sequence[Sequence[str]] | str) -> str:
+    if not settings:
+        return ""
+    title = "What another setting would save"
+    if isinstance(settings, str):
+        return page.card(title, page.sentence(settings))
+    table = page.table(
+        ("setting", "seconds of a step", "times as fast", "devices idle"), [list(one) for one in settings]
+    )
+    return page.card(
+        title, table, "simulated with this run's rollouts and speeds; further devices are taken to be like its own"
     )
 
 

@@ -19,6 +19,7 @@ from slipstream.observe.store import RunStore
 from slipstream.schedule.dispatch import WorkerSpec
 from slipstream.schedule.speeds import SpeedCurve
 from slipstream.simulate.worker import run_to_end
+from slipstream.simulate.workloads import SimulatedStep
 
 GENERATION, TRAINING, WHOLE = "timing_s/gen", "timing_s/update_actor", "timing_s/step"
 EVALUATION, DRAFTED = "timing_s/eval", "rollout/spec_drafted"
@@ -36,42 +37,90 @@ class Phase:
     """Of a step's time, on average over the steps, whichever way."""
 
 
-def foretell(run: Path) -> tuple[list[Phase], int]:
-    """Of the second half of a run, phase by phase, and how many steps that is; ValueError if it has too few."""
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a run's store tells of its steps, without the first, which prepares the others."""
+
+    slots: int
+    metrics: Mapping[str, Mapping[int, float]]
+    steps: list[int]
+    rollouts: dict[int, SimulatedStep]
+    teaching: dict[int, float]
+    """Tokens with a gradient."""
+    rest: dict[int, float]
+    """Seconds of a step that are neither generation nor training nor evaluation."""
+
+    def decoding(self, steps: Sequence[int]) -> tuple[float, float]:
+        """Seconds of a decoding step, and more for each of its sequences, by these steps of the run."""
+        return _fit({step: self._decoding(step) for step in steps}, self.metrics[GENERATION])
+
+    def training(self, steps: Sequence[int]) -> tuple[float, float]:
+        """Seconds of training, and more for each token with a gradient."""
+        return _fit({step: (1.0, self.teaching[step]) for step in steps}, self.metrics[TRAINING])
+
+    def gen_s(self, step: int, costs: tuple[float, float]) -> float:
+        return sum(cost * part for cost, part in zip(costs, self._decoding(step), strict=True))
+
+    def train_s(self, step: int, costs: tuple[float, float]) -> float:
+        return costs[0] + costs[1] * self.teaching[step]
+
+    def _decoding(self, step: int) -> tuple[float, float]:
+        lengths = list(self.rollouts[step].lengths.values())
+        return float(num_steps(lengths, self.slots)), sum(lengths)
+
+
+def read_recorded(run: Path) -> Recorded:
+    """ValueError if it is no run's folder, or has too few steps."""
     if not (run / "config.yaml").exists():
         raise ValueError(f"{run} is no run's folder: it has no config.yaml. Give one that `slipstream train` wrote")
     slots = load_config(run / "config.yaml").engine.max_sequences
     with RunStore(run, read_only=True) as store:
         metrics = store.metrics_by_name()
-        rollouts = sorted(store.rollouts(kind="train"), key=lambda one: (one.step, [*map(_number, one.uid.split("/"))]))
-    if any(metrics.get(DRAFTED, {}).values()):
-        raise ValueError(f"{run} sampled with drafts, whose tokens a step are not foretold: give one without")
-    lengths: dict[int, list[float]] = {}
+        found = sorted(store.rollouts(kind="train"), key=lambda one: (one.step, [*map(_number, one.uid.split("/"))]))
+    rollouts: dict[int, SimulatedStep] = {}
     rewards: dict[tuple[int, str], set[float | None]] = {}
-    for rollout in rollouts:
-        lengths.setdefault(rollout.step, []).append(float(max(1, rollout.length)))
-        rewards.setdefault((rollout.step, rollout.group), set()).add(rollout.reward)
-    teaching = dict.fromkeys(lengths, 0.0)
-    for rollout in rollouts:
-        if len(rewards[rollout.step, rollout.group]) > 1:
-            teaching[rollout.step] += rollout.length
-    steps = sorted(set(lengths) & set(metrics.get(GENERATION, {})) & set(metrics.get(TRAINING, {})))
-    steps = steps[1:]  # the first prepares the others
+    for one in found:
+        step = rollouts.setdefault(one.step, SimulatedStep({}, {}))
+        step.lengths[one.uid], step.prompts[one.uid] = float(max(1, one.length)), one.prompt_key
+        rewards.setdefault((one.step, one.group), set()).add(one.reward)
+    teaching = dict.fromkeys(rollouts, 0.0)
+    for one in found:
+        if len(rewards[one.step, one.group]) > 1:
+            teaching[one.step] += one.length
+    timed = (metrics.get(name, {}) for name in (GENERATION, TRAINING, WHOLE))
+    steps = sorted(set(rollouts).intersection(*timed))[1:]
     if len(steps) < LEAST_STEPS:
         raise ValueError(f"{run} has {len(steps)} steps to compare, beside its first: {LEAST_STEPS} are needed")
+    rest = {
+        step: metrics[WHOLE][step]
+        - metrics.get(EVALUATION, {}).get(step, 0.0)
+        - metrics[GENERATION][step]
+        - metrics[TRAINING][step]
+        for step in steps
+    }
+    return Recorded(slots, metrics, steps, rollouts, teaching, rest)
+
+
+def foretell(run: Path) -> tuple[list[Phase], int]:
+    """Of the second half of a run, phase by phase, and how many steps that is; ValueError if it has too few."""
+    recorded = read_recorded(run)
+    metrics, steps, rest = recorded.metrics, recorded.steps, recorded.rest
+    if any(metrics.get(DRAFTED, {}).values()):
+        raise ValueError(f"{run} sampled with drafts, whose tokens a step are not foretold: give one without")
     known, told = steps[: len(steps) // 2], steps[len(steps) // 2 :]
-    decoding = {step: (float(num_steps(lengths[step], slots)), sum(lengths[step])) for step in steps}
-    training = {step: (1.0, teaching[step]) for step in steps}
-    generation = _fitted(decoding, metrics[GENERATION], known)
-    updating = _fitted(training, metrics[TRAINING], known)
-    whole = {step: metrics[WHOLE][step] - metrics.get(EVALUATION, {}).get(step, 0.0) for step in steps}
-    rest = {step: whole[step] - metrics[GENERATION][step] - metrics[TRAINING][step] for step in steps}
+    decoding, training = recorded.decoding(known), recorded.training(known)
     usual_s = statistics.fmean(rest[step] for step in known)
+    gen_s, train_s = metrics[GENERATION], metrics[TRAINING]
+    whole = {step: gen_s[step] + train_s[step] + rest[step] for step in steps}
+
+    def whole_s(step: int) -> float:
+        return recorded.gen_s(step, decoding) + recorded.train_s(step, training) + usual_s
+
     phases = [
-        _compared("rollout", metrics[GENERATION], generation, told),
-        _compared("training", metrics[TRAINING], updating, told),
+        _compared("rollout", gen_s, lambda step: recorded.gen_s(step, decoding), told),
+        _compared("training", train_s, lambda step: recorded.train_s(step, training), told),
         _compared("the rest", rest, lambda step: usual_s, told),
-        _compared("step", whole, lambda step: generation(step) + updating(step) + usual_s, told),
+        _compared("step", whole, whole_s, told),
     ]
     return phases, len(told)
 
@@ -86,13 +135,9 @@ def num_steps(lengths: Sequence[float], slots: int) -> int:
     return round(run_to_end(WorkerSpec("only", _ONE_S, slots), list(by_uid), by_uid)[-1][0])
 
 
-def _fitted(
-    parts: Mapping[int, tuple[float, float]], seconds: Mapping[int, float], known: Sequence[int]
-) -> Callable[[int], float]:
-    """By least squares of two parts, neither of which takes negative time."""
-    products = [
-        (x * x, x * y, y * y, x * seconds[step], y * seconds[step]) for step in known for x, y in (parts[step],)
-    ]
+def _fit(parts: Mapping[int, tuple[float, float]], seconds: Mapping[int, float]) -> tuple[float, float]:
+    """Seconds of a unit of each part, by least squares; neither takes negative time."""
+    products = [(x * x, x * y, y * y, x * seconds[step], y * seconds[step]) for step, (x, y) in parts.items()]
     xx, xy, yy, xt, yt = (sum(column) for column in zip(*products, strict=True))
     determinant = xx * yy - xy * xy
     first = second = -1.0
@@ -102,7 +147,7 @@ def _fitted(
         first, second = xt / xx, 0.0
     if first < 0:
         first, second = 0.0, yt / yy
-    return lambda step: first * parts[step][0] + second * parts[step][1]
+    return first, second
 
 
 def _compared(

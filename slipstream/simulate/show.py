@@ -16,7 +16,7 @@ from rich.table import Table
 
 from slipstream.observe.figures import drawing_script, figure_html, lines, ranking
 from slipstream.observe.page import card, headline, page, sentence, table
-from slipstream.observe.store import RunStore
+from slipstream.observe.store import RunStore, RunStoreError
 from slipstream.schedule.speeds import SpeedCurve, curve_of_bench
 from slipstream.simulate.against import foretell
 from slipstream.simulate.costs import GPUS, costs_of
@@ -25,6 +25,7 @@ from slipstream.simulate.planning import Need, Offer, Plan, make_plans
 from slipstream.simulate.study import Result, compare, renting
 from slipstream.simulate.system import Costs, System
 from slipstream.simulate.systems import SYSTEMS
+from slipstream.simulate.what_if import what_if
 from slipstream.simulate.workloads import PRESETS, SimulatedStep, recorded_steps
 
 BASELINE = "colocated"
@@ -186,6 +187,26 @@ def show_against(run: Path, json_file: Path | None = None) -> None:
         record = {"what": "slipstream simulate --against", "run": run.name, "steps": num_steps}
         json_file.write_text(json.dumps(record | {"phases": [asdict(phase) for phase in phases]}, indent=1) + "\n")
         console.print(f"written to {json_file}")
+
+
+def what_if_rows(run: Path) -> list[tuple[str, ...]] | str:
+    """For the report: (setting, seconds of a step, times as fast, share idle); or why there is nothing to say."""
+    try:
+        settings = what_if(run)
+    except (ValueError, RunStoreError) as error:
+        return f"Not simulated: {error}."
+    first = settings[0]
+    return [
+        (
+            "colocated, one device"
+            if one is first
+            else f"{one.mode}, {one.rollout_devices} sample{'s' if one.rollout_devices == 1 else ''} and 1 trains",
+            f"{one.step_s:.2f}",
+            f"{first.step_s / one.step_s:.2f}",
+            f"{one.idle_share:.0%}",
+        )
+        for one in settings
+    ]
 
 
 def show_plan(*, offers: str, need: Need, as_json: bool = False) -> list[Plan]:

@@ -1,0 +1,66 @@
+"""What another setting would save: a recorded run's own rollouts, with what its steps took, led otherwise. Pure.
+
+Decoding and training cost what they did on the device of the run (`against.py` fits them to its steps); further devices
+are taken to be like it, and drafts to give what they gave.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.schedule.rules import Rules
+from slipstream.schedule.speeds import SpeedCurve
+from slipstream.simulate.against import TRAINING, read_recorded
+from slipstream.simulate.system import Costs, System
+from slipstream.simulate.world import simulate
+
+COLOCATED = System(Rules(), colocated=True)
+MODES = {
+    "sync": System(Rules(tail="move"), streams=True),
+    "async": System(Rules(tail="move", staleness=1), streams=True),
+    "rhyme": System(Rules("two tiers", "move", staleness=1, mixes_steps=False), streams=True),
+}
+WORKERS = (1, 2, 4)
+LEAST_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    mode: str
+    rollout_devices: int
+    """Beside one that trains; in mode colocated the one that does both."""
+    step_s: float
+    idle_share: float
+    """Of the devices' time."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.rollout_devices + (self.mode != "colocated")
+
+
+def what_if(run: Path, systems: Mapping[str, System] = MODES) -> list[Setting]:
+    """The run as it would be colocated, and in each mode with a few more devices; ValueError if it has too few steps
+    to say."""
+    recorded = read_recorded(run)
+    steps = [recorded.rollouts[step] for step in recorded.steps]
+    step_s, sequence_s = recorded.decoding(recorded.steps)
+    num_tokens = sum(length for step in steps for length in step.lengths.values())
+    costs = Costs(
+        curve=SpeedCurve(tuple((batch, max(LEAST_S, step_s + batch * sequence_s)) for batch in (1, 2))),
+        slots=recorded.slots,
+        gpus_a_worker=1,
+        train_gpu_s=sum(recorded.metrics[TRAINING][step] for step in recorded.steps) / num_tokens,
+        weights_s=max(0.0, statistics.fmean(recorded.rest[step] for step in recorded.steps)),
+    )
+    alone = simulate(COLOCATED, costs, steps, num_gpus=1)
+    found = [Setting("colocated", 1, alone.step_s, alone.idle_share)]
+    for mode, system in systems.items():
+        for workers in WORKERS:
+            if mode == "rhyme" and workers < 2:
+                continue  # there is nobody to share out to
+            outcome = simulate(system, costs, steps, num_gpus=workers + 1, train_gpus=1)
+            found.append(Setting(mode, workers, outcome.step_s, outcome.idle_share))
+    return found

@@ -1,0 +1,53 @@
+"""What another setting would save, of runs whose costs are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from simulated_runs import write_run
+
+from slipstream.cli import main
+from slipstream.simulate.against import read_recorded
+from slipstream.simulate.what_if import what_if
+
+
+def test_a_run_that_is_led_as_it_was_takes_what_it_took(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 20)
+    recorded = read_recorded(tmp_path / "run")
+    told = {(one.mode, one.rollout_devices): one for one in what_if(tmp_path / "run")}
+    steady = recorded.steps[3:]
+    measured = sum(
+        recorded.metrics["timing_s/step"][step] - recorded.metrics["timing_s/eval"][step] for step in steady
+    ) / len(steady)
+    assert told["colocated", 1].step_s == pytest.approx(measured, rel=0.1)
+    assert told["colocated", 1].idle_share < 0.1
+
+
+def test_more_devices_and_overlap_save_time_and_the_slower_part_is_the_limit(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 20)
+    told = {(one.mode, one.rollout_devices): one for one in what_if(tmp_path / "run")}
+    alone = told["colocated", 1].step_s
+    assert told["sync", 1].step_s < alone, "training overlaps with sampling"
+    assert told["async", 1].step_s < told["sync", 1].step_s
+    assert told["sync", 4].step_s < told["sync", 2].step_s < told["sync", 1].step_s
+    recorded = read_recorded(tmp_path / "run")
+    training = [recorded.metrics["timing_s/update_actor"][step] for step in recorded.steps]
+    for one in told.values():
+        assert one.step_s > 0.9 * min(training), "somebody has to train"
+    assert told["async", 4].idle_share > told["async", 1].idle_share, "then devices wait for the one that trains"
+    assert ("rhyme", 1) not in told and told["rhyme", 2].num_devices == 3
+
+
+def test_too_few_steps_say_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 5)
+    with pytest.raises(ValueError, match="6 are needed"):
+        what_if(tmp_path / "run")
+
+
+def test_the_report_shows_it_or_says_why_not(tmp_path: Path) -> None:
+    for name, steps, shown in (("long", 20, "sync, 2 sample and 1 trains"), ("short", 5, "6 are needed")):
+        write_run(tmp_path / name, steps)
+        with pytest.raises(SystemExit, match="0"):
+            main(["report", str(tmp_path / name)])
+        assert shown in (tmp_path / name / "report.html").read_text()

@@ -17,7 +17,8 @@ TOP = "__init__"
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "rng": {"types"},
-    "config": {"types"},
+    "recipe": set(),
+    "config": {"types", "recipe"},
     "tasks": {"types", "config", "rng"},
     "models": {"types", "config", "rng"},
     "observe": {"types", "config", "rng"},
@@ -50,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 HEAVY = ("torch", "ray", "aiohttp", "transformers", "numba")
 # Modules that import without any of HEAVY: a laptop without a GPU, a simulator and --help can use them.
 PURE = {
-    "the nouns": ["slipstream", "slipstream.types", "slipstream.rng", "slipstream.config"],
+    "the nouns": ["slipstream", "slipstream.types", "slipstream.rng", "slipstream.recipe", "slipstream.config"],
     "schedule": [
         f"slipstream.schedule.{name}"
         for name in (

@@ -15,6 +15,7 @@ from slipstream.types import Request, SamplingParams
 
 PROMPT_TOKENS = 16
 WARM_UP_TOKENS = 8
+SPEED_TOKENS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,12 @@ def read_bandwidth(device: torch.device) -> float:
     return best
 
 
-def _run(engine: Engine, batch: int, new_tokens: int, name: str) -> list[float]:
+def _run(engine: Engine, batch: int, new_tokens: int, name: str, prompt_tokens: int = PROMPT_TOKENS) -> list[float]:
     """Generate, and note when each step returned."""
     sampling = SamplingParams(max_new_tokens=new_tokens)
     vocab_size = engine.model.config.get_text_config().vocab_size
     for number in range(batch):
-        prompt = tuple(derive_seed(name, number, place) % vocab_size for place in range(PROMPT_TOKENS))
+        prompt = tuple(derive_seed(name, number, place) % vocab_size for place in range(prompt_tokens))
         engine.submit([Request(f"{name}/{number}", f"{name}/{number}", prompt, derive_seed(name, number), sampling)])
     moments = []
     while engine.has_work:
@@ -110,3 +111,17 @@ def _kv_bytes_per_token(engine: Engine) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def speed_points(engine: Engine, max_sequences: int, max_length: int) -> tuple[tuple[int, float], ...]:
+    """(sequences, seconds of a step) for some sizes of a batch up to the largest: what a scheduler asks of a worker."""
+    prompt_tokens = min(PROMPT_TOKENS, max_length // 2)
+    new_tokens = min(SPEED_TOKENS, max_length - prompt_tokens)
+    points, slowest = [], 0.0
+    for size in sorted({min(4**power, max_sequences) for power in range(8)}):
+        _run(engine, size, 1, f"warm {size}", prompt_tokens)
+        moments = [time.perf_counter(), *_run(engine, size, new_tokens, f"speed {size}", prompt_tokens)]
+        steps_s = [later - earlier for earlier, later in pairwise(moments)]
+        slowest = max(slowest, statistics.median(steps_s[-new_tokens // 2 :]))  # a larger batch that is faster is noise
+        points.append((size, slowest))
+    return tuple(points)

@@ -139,13 +139,11 @@ def compare(
         samples[4] = replace(samples[4], behaviour_logprobs=tuple(v + 0.01 for v in samples[4].behaviour_logprobs))
     elif planted == "advantage":
         samples[0] = replace(samples[0], advantage=samples[0].advantage * 1.01)
-    merged: dict[str, tuple[Tensor, float]] = {}
-    parts = list(trainer.accumulate_gradients(samples, {} if on_policy else old))
+    parts: list[int] = []
+    metrics = trainer.accumulate_gradients(samples, None if on_policy else old, parts.append)
     assert len(parts) > 1 or micro_batch_tokens > 100
-    for metrics, _ in parts:
-        merge_metrics(merged, metrics)
     got, wanted = gradients(packed), gradients(plain)
-    loss = merged["actor/pg_loss"][0].item()
+    loss = metrics["actor/pg_loss"][0].item()
     if algorithm.kl_coef:
         return ((got - wanted).norm() / wanted.norm()).item(), 0.0
     return ((got - wanted).norm() / wanted.norm()).item(), abs(loss - expected.item()) / abs(expected.item())

@@ -53,9 +53,13 @@ def after_writing(model: nn.Module, callback: Callable[[], None]) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
+    return fingerprint_of(named_weights(model))
+
+
+def fingerprint_of(weights: Iterable[tuple[str, Tensor]]) -> str:
     """16 hex digits over names, shapes, dtypes and bits."""
     digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in named_weights(model):
+    for name, tensor in weights:
         total = tensor.contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{int(total)}".encode())
     return digest.hexdigest()

@@ -242,7 +242,7 @@ def test_a_worker_with_wrong_weights_samples_nothing() -> None:
 def test_workers_that_cannot_live_end_the_run_with_their_log() -> None:
     stage = Stage("sync", 1)
     stage.pool.give_weights(version_of(0))
-    with pytest.raises(WorkerBroke, match="one after the other; the last: w0 was ended. Its log: log"):
+    with pytest.raises(WorkerBroke, match=r"one after the other; the last: w0 was ended\. Its log: log"):
         for _ in range(MAX_LOSSES + 1):
             stage.links["w0"].kill()
             stage.advance()

@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slipstream.config import Algorithm, Training
 from slipstream.models.attention import ATTENTION_NAME
 from slipstream.train.packing import FULL_SHARE, OPEN_MICRO_BATCHES, StreamPacker, plan_micro_batches
-from slipstream.train.trainer import MicroBatch, NonFiniteLoss, Trainer
+from slipstream.train.policy import MicroBatch, NonFiniteLoss
+from slipstream.train.trainer import Trainer
 from slipstream.types import TrainSample
 
 VOCABULARY, MAX_NEW_TOKENS = 24, 12

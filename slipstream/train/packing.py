@@ -10,7 +10,7 @@ given, so samples in the same order give the same micro-batches whether they com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -102,6 +102,19 @@ class StreamPacker(Generic[T]):
         self._open = [one for one in self._open if one is not fullest]
         self._num_done += 1
         return fullest.members
+
+
+def in_rounds(waiting: list[T], items: Iterable[T], size: int, *, is_last: bool = False) -> Iterator[list[T]]:
+    """Deal items out `size` at a time. What is short of a round stays in `waiting` for the next call, unless this is
+    the last: then a shorter round ends it."""
+    for item in items:
+        waiting.append(item)
+        if len(waiting) == size:
+            yield waiting.copy()
+            waiting.clear()
+    if is_last and waiting:
+        yield waiting.copy()
+        waiting.clear()
 
 
 def pack(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> PackedTokens:

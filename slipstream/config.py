@@ -322,7 +322,8 @@ class Config(Section):
     def arithmetic(self) -> dict[str, str]:
         """The numbers that follow from the settings, in words, for --dry-run and the start of a run."""
         train, samples = self.train, self.samples_per_step
-        # First-fit puts at least this many of the longest sequences into a micro-batch; each update starts a new one.
+        # A micro-batch is closed with at least this many of the longest sequences (one fewer beyond fifty, which may be
+        # called full at 98 %); each update starts a new one.
         fitting = max(1, train.micro_batch_tokens // self.max_length)
         micro_batches = math.ceil(samples / fitting) + train.updates_per_step - 1
         waves = math.ceil(samples / self.engine.max_sequences)

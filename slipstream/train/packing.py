@@ -10,15 +10,16 @@ given, so samples in the same order give the same micro-batches whether they com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 OPEN_MICRO_BATCHES = 8
-"""That wait for samples that fit. One (next fit) makes up to 25 % more micro-batches than first-fit decreasing where
-the longest sample fills one; eight make 4 %, and hold back 1-3 % of such a step's tokens (docs/log.md)."""
+"""At most so many wait for samples that fit: two at first, one more for every eight that are done. With one (next fit)
+there are up to 22 % more micro-batches than by first-fit decreasing where the longest sample fills one, so up to 4 % in
+a large step, and what is held back to its end is 1-3 % of its tokens (docs/log.md)."""
 FULL_SHARE = 0.98
 """Of `max_tokens`: a micro-batch this full waits no longer."""
 
@@ -69,6 +70,7 @@ class StreamPacker(Generic[T]):
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._open: list[_OpenMicroBatch[T]] = []
+        self._num_done = 0
 
     def add(self, item: T, num_tokens: int) -> list[T] | None:
         """The members of the micro-batch that need not wait any longer, if there is one, in the order they came."""
@@ -76,8 +78,9 @@ class StreamPacker(Generic[T]):
         done = None
         if not fitting:
             if num_tokens >= FULL_SHARE * self._max_tokens:
+                self._num_done += 1
                 return [item]
-            if len(self._open) == OPEN_MICRO_BATCHES:
+            if len(self._open) == min(OPEN_MICRO_BATCHES, 2 + self._num_done // 8):
                 done = self._take_fullest(self._open)
             fitting = [_OpenMicroBatch()]
             self._open += fitting
@@ -97,7 +100,21 @@ class StreamPacker(Generic[T]):
     def _take_fullest(self, among: Sequence[_OpenMicroBatch[T]]) -> list[T]:
         fullest = max(among, key=lambda one: one.num_tokens)
         self._open = [one for one in self._open if one is not fullest]
+        self._num_done += 1
         return fullest.members
+
+
+def in_rounds(waiting: list[T], items: Iterable[T], size: int, *, is_last: bool = False) -> Iterator[list[T]]:
+    """Deal items out `size` at a time. What is short of a round stays in `waiting` for the next call, unless this is
+    the last: then a shorter round ends it."""
+    for item in items:
+        waiting.append(item)
+        if len(waiting) == size:
+            yield waiting.copy()
+            waiting.clear()
+    if is_last and waiting:
+        yield waiting.copy()
+        waiting.clear()
 
 
 def pack(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> PackedTokens:

@@ -1,13 +1,13 @@
 """The optimizer of one policy: samples in, updated weights and metrics out. Knows per-token numbers, no algorithm.
 
-Owns AdamW's state and the step count; not the rollouts, nor when to save. Master weights and moments are float32; the
-forward may run in bfloat16 under autocast. The model stays in the mode it came in (no dropout: the ratio to the
-engine's probabilities wants one function).
+Owns AdamW's state, the step count and which samples are computed together; not the forward (`policy.py`), the rollouts,
+nor when to save. Master weights and moments are float32. With several ranks all are given the same samples and make the
+same micro-batches of them; they are dealt in turn, one to each rank a round.
 
-Invariants: the weights never take a step from a loss or gradient that is not finite; micro-batch size, packing and the
-order of groups do not change an update beyond rounding; state_dict, load_state_dict and the same samples in the same
-order, fed together or apart, give the same bits on a CPU, and on a GPU if the recipe asks for it.
-Axes: T packed tokens, N response tokens, D hidden.
+Invariants: the weights never take a step from a loss or gradient that is not finite; micro-batch size, packing, the
+order of groups and the number of ranks do not change an update beyond rounding; state_dict, load_state_dict and the
+same samples in the same order, fed together or apart, give the same bits on a CPU, and on a GPU if the recipe asks for
+it.
 """
 
 from __future__ import annotations
@@ -24,47 +24,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.config import Algorithm, Training
-from slipstream.models.packed import document_hidden
-from slipstream.models.precision import resolve_precision
-from slipstream.train.algorithms import ALGORITHMS, learning_rate, token_weight, update_total
-from slipstream.train.loss import Metrics, logprobs_and_entropy, mean_metrics, merge_metrics, policy_loss
-from slipstream.train.packing import StreamPacker, document_tokens, pack, plan_micro_batches
+from slipstream.train.algorithms import learning_rate, update_total
+from slipstream.train.loss import Metrics, mean_metrics, merge_metrics, summed_metrics
+from slipstream.train.packing import StreamPacker, document_tokens, in_rounds, plan_micro_batches
+from slipstream.train.policy import MicroBatch, NonFiniteLoss, Pair, Policy, Where
+from slipstream.train.ranks import Ranks
+from slipstream.train.sharding import cut_like, whole, whole_on_first
 from slipstream.types import TrainSample
 
-Pair = tuple[Sequence[int], Sequence[int]]
-"""Prompt token ids and response token ids."""
 Stage = Literal["supervised", "policy"]
 Progress = Callable[[int, int], None]
 """Told (done, total): response tokens that have given their gradient, and those that the step was given so far."""
-
-
-class NonFiniteLoss(ArithmeticError):
-    """A loss or gradient was NaN or infinite. The weights are as they were before the update that failed."""
-
-    def __init__(self, what: str, during: str, uids: Sequence[str], lr_setting: str) -> None:
-        shown = ", ".join(uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
-        super().__init__(
-            f"{what} is not finite in {during}, samples {shown}; the optimizer was not stepped. "
-            f"Try a lower {lr_setting}, a lower train.max_grad_norm or train.precision=float32"
-        )
-        self.uids = tuple(uids)
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Some samples on the device, one after another."""
-
-    token_ids_T: Tensor
-    lengths: list[int]
-    positions_N: Tensor
-    targets_N: Tensor
-    response_lengths: list[int]
-
-    def spread(self, values: Sequence[float]) -> Tensor:
-        """One value of each sample, repeated for each of its response tokens."""
-        pairs = zip(values, self.response_lengths, strict=True)
-        flat = [value for value, length in pairs for _ in range(length)]
-        return torch.tensor(flat, dtype=torch.float32, device=self.targets_N.device)
 
 
 @dataclass(slots=True)
@@ -76,6 +46,8 @@ class _Sums:
     old: Mapping[str, Tensor] | None
     """By uid, the log-probabilities before the step. None: they are the current ones, and come with the forward."""
     metrics: Metrics = field(default_factory=dict)
+    round_of: list[list[TrainSample]] = field(default_factory=list)
+    """Micro-batches that wait until there is one for each rank."""
 
 
 @dataclass(slots=True)
@@ -110,28 +82,27 @@ class Trainer:
         *,
         temperature: float,
         max_new_tokens: int,
+        ranks: Ranks | None = None,
     ) -> None:
+        """`model`: with several ranks it is sharded already."""
         if temperature <= 0 and training.steps > 0:
             raise ValueError("greedy rollouts have no probabilities to train on: set sampling.temperature above 0")
         # parameters() gives tied weights once.
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if any(parameter.dtype != torch.float32 for parameter in self.parameters):
             raise ValueError("the trainer keeps float32 master weights: load its model with dtype float32")
-        self.model = model
-        self.reference: PreTrainedModel | None = None
-        """The model that algorithm.kl_coef pulls towards; to be set before the first step if that is above 0."""
-        self.on_hidden: Callable[[MicroBatch, Tensor], None] | None = None
-        """Is shown the hidden states of every forward of the policy that has a gradient: each sample's once a step."""
-        self.training, self.algorithm = training, algorithm
-        self.temperature, self.max_new_tokens = temperature, max_new_tokens
-        self.recipe = ALGORITHMS[algorithm.name]
-        self.clip_low = self.recipe.clip_low if algorithm.clip_low is None else algorithm.clip_low
-        self.clip_high = self.recipe.clip_high if algorithm.clip_high is None else algorithm.clip_high
-        self.aggregation = self.recipe.aggregation if algorithm.aggregation == "auto" else algorithm.aggregation
-        self.device = self.parameters[0].device
+        self.model, self.training, self.ranks = model, training, ranks or Ranks()
+        self.policy = Policy(
+            model,
+            training,
+            algorithm,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            ranks=self.ranks,
+        )
+        self.device = self.policy.device
         if training.deterministic and self.device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it before it promises anything
-        self.dtype = resolve_precision(training.precision, self.device)
         self.steps_done = 0
         self._open: _OpenStep | None = None
         self.stage: Stage = "policy"
@@ -145,6 +116,25 @@ class Trainer:
             betas=training.betas,
             fused=self.device.type in ("cpu", "cuda"),
         )
+
+    @property
+    def reference(self) -> PreTrainedModel | None:
+        """The model that algorithm.kl_coef pulls towards; to be set before the first step if that is above 0."""
+        return self.policy.reference
+
+    @reference.setter
+    def reference(self, model: PreTrainedModel | None) -> None:
+        self.policy.reference = model
+
+    @property
+    def on_hidden(self) -> Callable[[MicroBatch, Tensor], None] | None:
+        """Is shown the hidden states of every forward of the policy that has a gradient: each sample's once a step, on
+        the rank that computes it."""
+        return self.policy.on_hidden
+
+    @on_hidden.setter
+    def on_hidden(self, show: Callable[[MicroBatch, Tensor], None] | None) -> None:
+        self.policy.on_hidden = show
 
     def step(self, samples: Sequence[TrainSample], on_progress: Progress | None = None) -> dict[str, float]:
         """One RL step of samples that are all there, with the bits of one that was fed its groups in this order."""
@@ -173,7 +163,7 @@ class Trainer:
             if self.training.updates_per_step == 1:
                 self._add_gradients(step.sums, full, step.told_to(on_progress))
             else:
-                self._add_old(step, full)
+                self._add_old(step, in_rounds(step.sums.round_of, full, self.ranks.size))
 
     def finish_step(self, on_progress: Progress | None = None) -> dict[str, float]:
         """`updates_per_step` optimizer updates, each on its share of the groups in the order they were fed.
@@ -188,8 +178,9 @@ class Trainer:
             several = self.training.updates_per_step > 1
             updates = split_by_group(step.samples, self.training.updates_per_step)
             if several:
-                idle = [update[:1] for update in updates if not any(map(self._teaches, update))]
-                self._add_old(step, [*step.sums.packer.rest(), *idle])
+                idle = [update[:1] for update in updates if not any(map(self.policy.teaches, update))]
+                rest = [*step.sums.packer.rest(), *idle]
+                self._add_old(step, in_rounds(step.sums.round_of, rest, self.ranks.size, is_last=True))
             self._enter("policy")
             lr = learning_rate(self.training, self.steps_done)
             metrics: Metrics = {}
@@ -201,13 +192,15 @@ class Trainer:
                     merge_metrics(metrics, self._conclude(step.sums, update, advance))
                 norm = self._update(lr, [sample.uid for sample in update])
                 merge_metrics(metrics, {"actor/grad_norm": (norm, 1.0)})
-        num_left = sum(len(sample.response_ids) for sample in step.samples) - step.num_done
-        advance(num_left)
+        advance(sum(len(sample.response_ids) for sample in step.samples) - step.num_done)
         self._open = None
         self.steps_done += 1
-        named = {**mean_metrics(metrics), "actor/lr": lr}
         if self.device.type == "cuda":
-            named["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+            allocated = torch.tensor(torch.cuda.max_memory_allocated(self.device) / 1e9)
+            metrics["perf/allocated_gb_max"] = (allocated.to(self.device), 1.0)
+        named = {**self._told(metrics), "actor/lr": lr}
+        if "perf/allocated_gb_max" in named:
+            named["perf/max_memory_allocated_gb"] = named.pop("perf/allocated_gb_max")
         return named
 
     def abandon_step(self) -> None:
@@ -236,25 +229,22 @@ class Trainer:
 
     def _full(self, packer: StreamPacker[TrainSample], samples: Sequence[TrainSample]) -> Iterator[list[TrainSample]]:
         """Micro-batches that these samples complete."""
-        for sample in filter(self._teaches, samples):
+        for sample in filter(self.policy.teaches, samples):
             members = packer.add(sample, document_tokens(sample.prompt_ids, sample.response_ids))
             if members is not None:
                 yield members
 
     def _rest(self, packer: StreamPacker[TrainSample], update: Sequence[TrainSample]) -> list[list[TrainSample]]:
         """Micro-batches of an update that did not fill."""
-        if not any(map(self._teaches, update)):
+        if not any(map(self.policy.teaches, update)):
             return [[update[0]]]  # one gives the zero gradient with which AdamW's momentum goes on
         return packer.rest()
 
-    def _teaches(self, sample: TrainSample) -> bool:
-        """Whether it has a gradient. With advantage 0 it has none (every objective multiplies by it) unless there is a
-        KL penalty: its forward and backward are spared, its tokens still count in the update's total."""
-        return sample.advantage != 0 or self.algorithm.kl_coef > 0
-
-    def _add_old(self, step: _OpenStep, micro_batches: Iterable[list[TrainSample]]) -> None:
-        for members in micro_batches:
-            step.old |= self._logprobs_by_uid(members)
+    def _add_old(self, step: _OpenStep, rounds: Iterable[list[list[TrainSample]]]) -> None:
+        for round_of in rounds:
+            mine = self.policy.logprobs_by_uid(self.ranks.share_of(round_of))
+            for part in self.ranks.gather(mine if self.ranks.size == 1 else _on_host(mine)):
+                step.old |= {uid: logprobs_N.to(self.device) for uid, logprobs_N in part.items()}
 
     def accumulate_gradients(
         self,
@@ -269,67 +259,39 @@ class Trainer:
 
     def _conclude(self, sums: _Sums, update: Sequence[TrainSample], on_tokens: Callable[[int], None]) -> Metrics:
         """Take in what is left, and make the gradient of the update's mean loss out of the sums."""
-        self._add_gradients(sums, self._rest(sums.packer, update), on_tokens)
-        total = update_total([len(sample.response_ids) for sample in update], self.aggregation)
+        self._add_gradients(sums, self._rest(sums.packer, update), on_tokens, is_last=True)
+        total = update_total([len(sample.response_ids) for sample in update], self.policy.aggregation)
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(total)
-        return sums.metrics | {"actor/pg_loss": (sums.metrics["actor/pg_loss"][0] / total, 1.0)}
+        nothing = (torch.zeros((), device=self.device), 0.0)
+        loss, _ = sums.metrics.get("actor/pg_loss", nothing)
+        # The sum over the ranks is one update's.
+        return sums.metrics | {"actor/pg_loss": (loss / total, 1.0 if self.ranks.is_first else 0.0)}
 
     def _add_gradients(
-        self, sums: _Sums, micro_batches: Iterable[list[TrainSample]], on_tokens: Callable[[int], None]
+        self,
+        sums: _Sums,
+        micro_batches: Iterable[list[TrainSample]],
+        on_tokens: Callable[[int], None],
+        *,
+        is_last: bool = False,
     ) -> None:
         """Add the gradients of weight x token loss, not divided yet by the update's total."""
-        for members in micro_batches:
-            batch = self._micro_batch([(sample.prompt_ids, sample.response_ids) for sample in members])
-            merge_metrics(sums.metrics, self._add_gradient(batch, members, sums.old))
-            on_tokens(len(batch.targets_N))
-
-    def _add_gradient(
-        self, batch: MicroBatch, members: Sequence[TrainSample], old: Mapping[str, Tensor] | None
-    ) -> Metrics:
-        behaviour = [value for sample in members for value in sample.behaviour_logprobs]
-        assert len(behaviour) == len(batch.targets_N), f"behaviour log-probabilities do not match: {members[0].uid}"
-        ref_logprobs_N = None
-        if self.algorithm.kl_coef > 0:
-            assert self.reference is not None, "algorithm.kl_coef > 0, and trainer.reference was not set"
-            with torch.no_grad():
-                ref_logprobs_N, _ = self._logprobs(self.reference, batch, self.temperature)
-        logprobs_N, entropy_N = self._logprobs(self.model, batch, self.temperature)
-        weights = [token_weight(n, self.aggregation, self.max_new_tokens) for n in batch.response_lengths]
-        loss, metrics = policy_loss(
-            logprobs_N,
-            old_logprobs_N=logprobs_N.detach() if old is None else torch.cat([old[s.uid] for s in members]),
-            behaviour_logprobs_N=torch.tensor(behaviour, dtype=torch.float32, device=self.device),
-            advantages_N=batch.spread([sample.advantage for sample in members]),
-            weights_N=batch.spread(weights),
-            lengths=batch.response_lengths,
-            recipe=self.recipe,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            importance_cap=self.algorithm.importance_cap,
-            ref_logprobs_N=ref_logprobs_N,
-            kl_coef=self.algorithm.kl_coef,
-        )
-        metrics["actor/entropy"] = (entropy_N.sum(), float(len(entropy_N)))
-        self._backward(loss, logprobs_N, [sample.uid for sample in members], batch.response_lengths, "policy")
-        return metrics
+        for round_of in in_rounds(sums.round_of, micro_batches, self.ranks.size, is_last=is_last):
+            mine = self.ranks.share_of(round_of)
+            merge_metrics(sums.metrics, self.policy.add_gradient(mine, sums.old, self._where("policy")))
+            on_tokens(sum(len(sample.response_ids) for members in round_of for sample in members))
 
     def logprobs_of(self, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
         """Log-probabilities of each sample's response tokens under the current weights, by uid."""
         lengths = [document_tokens(sample.prompt_ids, sample.response_ids) for sample in samples]
-        found: dict[str, Tensor] = {}
-        for members in plan_micro_batches(lengths, self.training.micro_batch_tokens):
-            found |= self._logprobs_by_uid([samples[index] for index in members])
-        assert len(found) == len(samples), "two samples have the same uid"
-        return found
-
-    @torch.no_grad()
-    def _logprobs_by_uid(self, members: Sequence[TrainSample]) -> dict[str, Tensor]:
-        batch = self._micro_batch([(sample.prompt_ids, sample.response_ids) for sample in members])
-        logprobs_N, _ = self._logprobs(self.model, batch, self.temperature)
-        uids = [sample.uid for sample in members]
-        return dict(zip(uids, logprobs_N.split(batch.response_lengths), strict=True))
+        plan = plan_micro_batches(lengths, self.training.micro_batch_tokens)
+        step = _OpenStep(self._no_sums(None))
+        batches = [[samples[index] for index in members] for members in plan]
+        self._add_old(step, in_rounds([], batches, self.ranks.size, is_last=True))
+        assert len(step.old) == len(samples), "two samples have the same uid"
+        return step.old
 
     def supervised_step(self, pairs: Sequence[Pair], lr: float) -> dict[str, float]:
         """One update on the mean cross-entropy of the response tokens, at temperature 1."""
@@ -342,23 +304,41 @@ class Trainer:
         metrics: Metrics = {}
         with self._as_promised():
             lengths = [document_tokens(prompt_ids, response_ids) for prompt_ids, response_ids in pairs]
-            for members in plan_micro_batches(lengths, self.training.micro_batch_tokens):
-                batch = self._micro_batch([pairs[index] for index in members])
-                logprobs_N, _ = self._logprobs(self.model, batch, 1.0)
-                loss = -logprobs_N.sum() / num_tokens
-                names = [f"pair {index}" for index in members]
-                self._backward(loss, logprobs_N, names, batch.response_lengths, "supervised")
-                merge_metrics(metrics, {"warmup/loss": (-logprobs_N.detach().sum(), float(len(logprobs_N)))})
+            plan = plan_micro_batches(lengths, self.training.micro_batch_tokens)
+            for round_of in in_rounds([], plan, self.ranks.size, is_last=True):
+                mine = self.ranks.share_of(round_of)
+                merge_metrics(
+                    metrics,
+                    self.policy.add_supervised_gradient(
+                        None if mine is None else [pairs[index] for index in mine],
+                        [f"pair {index}" for index in mine or ()],
+                        num_tokens,
+                        self._where("supervised"),
+                    ),
+                )
             norm = self._update(lr, [f"pair {index}" for index in range(len(pairs))])
-        return {**mean_metrics({**metrics, "warmup/grad_norm": (norm, 1.0)}), "warmup/lr": lr}
+        return {**self._told({**metrics, "warmup/grad_norm": (norm, 1.0)}), "warmup/lr": lr}
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer and the counters; the weights are the model's to save."""
-        return {"optimizer": self.optimizer.state_dict(), "steps_done": self.steps_done, "stage": self.stage}
+        """The optimizer and the counters; the weights are the model's to save. Of whole tensors, so that any number of
+        ranks can go on from it; only the first rank gets them."""
+        optimizer = self.optimizer.state_dict()
+        if self.ranks.size > 1:
+            optimizer = whole_on_first(optimizer, self.ranks)
+        return {"optimizer": optimizer, "steps_done": self.steps_done, "stage": self.stage}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What any number of ranks saved; every rank is given all of it."""
         settings = [(group["betas"], group["weight_decay"]) for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
+        optimizer = state["optimizer"]
+        if self.ranks.size > 1:
+            by_number = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            cut = {
+                number: {key: cut_like(value, by_number[number]) for key, value in moments.items()}
+                for number, moments in optimizer["state"].items()
+            }
+            optimizer = optimizer | {"state": cut}
+        self.optimizer.load_state_dict(optimizer)
         # torch restores the saved run's settings too; a recipe changed for the resumed run must win.
         for group, (betas, weight_decay) in zip(self.optimizer.param_groups, settings, strict=True):
             group["betas"], group["weight_decay"] = betas, weight_decay
@@ -388,49 +368,30 @@ class Trainer:
             self.optimizer.state.clear()
             self.stage = stage
 
-    def _micro_batch(self, pairs: Sequence[Pair]) -> MicroBatch:
-        packed = pack(pairs)
-        flat = (packed.token_ids_T, packed.positions_N, packed.targets_N)
-        token_ids_T, positions_N, targets_N = (torch.tensor(ids, device=self.device) for ids in flat)
-        return MicroBatch(token_ids_T, packed.lengths, positions_N, targets_N, packed.response_lengths)
-
-    def _logprobs(self, model: PreTrainedModel, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        # One autocast context for each forward: casts cached under no_grad would cut the gradient of a later forward.
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            hidden_TD = document_hidden(model, batch.token_ids_T, batch.lengths)
-            if self.on_hidden is not None and model is self.model and torch.is_grad_enabled():
-                self.on_hidden(batch, hidden_TD.detach())
-            return logprobs_and_entropy(
-                model, hidden_TD[batch.positions_N], batch.targets_N, temperature, self.training.logprob_chunk_tokens
-            )
-
-    def _backward(
-        self, loss: Tensor, logprobs_N: Tensor, uids: Sequence[str], lengths: list[int], stage: Stage
-    ) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-        # Asked after the backward is under way: the answer waits for the device.
-        if not torch.isfinite(loss):
-            self.optimizer.zero_grad(set_to_none=True)
-            parts = zip(uids, logprobs_N.detach().split(lengths), strict=True)
-            culprits = [uid for uid, part in parts if not torch.isfinite(part).all()]
-            raise self._non_finite("the loss", culprits or uids, stage)
-
     def _update(self, lr: float, uids: Sequence[str]) -> Tensor:
         """Clip, step, and forget the gradients; gives the norm before clipping."""
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm)
+        norm = whole(nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm))
         if not torch.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise self._non_finite("the gradient", uids, self.stage)
+            raise NonFiniteLoss("the gradient", self._where(self.stage), uids)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def _non_finite(self, what: str, uids: Sequence[str], stage: Stage) -> NonFiniteLoss:
+    def _where(self, stage: Stage) -> Where:
         if stage == "supervised":
-            return NonFiniteLoss(what, "a warm-start step", uids, "warmup.lr")
-        return NonFiniteLoss(what, f"step {self.steps_done + 1}", uids, "train.lr")
+            return Where("a warm-start step", "warmup.lr")
+        return Where(f"step {self.steps_done + 1}", "train.lr")
+
+    def _told(self, metrics: Metrics) -> dict[str, float]:
+        """Metrics of all ranks as numbers; waits for the device."""
+        return mean_metrics(self.ranks.gather(summed_metrics(metrics)))
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def split_by_group(samples: Sequence[TrainSample], num_updates: int) -> list[list[TrainSample]]:

@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"types", "config", "rng"},
     "simulate": {"types", "config", "rng", "schedule", "observe"},
     "history": {"types"},
+    "stream": {"types", "models"},
     "engine": {"types", "config", "rng", "models"},
     "draft": {"types", "config", "rng", "models", "engine", "history"},
     "train": {"types", "config", "rng", "models"},
@@ -36,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "observe",
         "schedule",
         "history",
+        "stream",
         "engine",
         "draft",
         "train",
@@ -85,6 +87,7 @@ PURE = {
     ],
     "history": [f"slipstream.history.{name}" for name in ("cache", "eviction", "format", "store", "takeover")],
     "draft": [f"slipstream.draft.{name}" for name in ("shelves", "selector", "throttle", "votes", "workloads")],
+    "stream": [f"slipstream.stream.{name}" for name in ("editions", "fanout", "shelf")],
     "train": ["slipstream.train.algorithms", "slipstream.train.packing"],
     "tasks": [
         f"slipstream.tasks.{name}" for name in ("procedural", "rows", "sources", "verifiers", "rewards", "grading")

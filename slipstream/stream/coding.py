@@ -86,7 +86,7 @@ def decode(payload: bytes | memoryview, size: int, dtype: torch.dtype, base: Ten
 
 
 def _as_they_lie(bits: Tensor) -> bytes:
-    return FULL + bits.cpu().contiguous().numpy().tobytes()
+    return b"".join((FULL, bits.cpu().numpy().data))
 
 
 def _changes(bits: Tensor, base: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class Publisher:
 
     @torch.no_grad()
     def repeat(self) -> WeightVersion:
-        """The last version once more, in full: for workers that refused it."""
+        """The last version once more, in full and no other way: for workers that refused it."""
         if self.last is None or not self._kept:
             raise ValueError("there is no version in memory to repeat; publish it again")
         version = self.last.version
@@ -104,6 +104,7 @@ class Publisher:
             except BaseException:
                 line.give_up()
                 raise
+        self._shelf.forget_changes(version.number)
         return version
 
     def _send(

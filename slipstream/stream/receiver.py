@@ -162,18 +162,17 @@ class Receiver:
         for edition in chain:
             number = edition.version.number
             for index, bucket in enumerate(edition.buckets):
-                key = edition.name, index
-                expected, found = bucket.checksum, "nothing"
-                if key not in self._staged or self._staged[key][0] != expected:
-                    self._staged.pop(key, None)
-                    try:
-                        there = self._shelf.bucket(edition.name, number, index)
-                    except DamagedBucket as error:
-                        there, found = None, error.found
-                    if there is not None:
-                        self._staged[key], found = there, there[0]
-                    if found != expected:
-                        return Refusal(self.worker_name, number, edition.name, index, expected, found)
+                key, expected = (edition.name, index), bucket.checksum
+                if key in self._staged and self._staged[key][0] == expected:
+                    continue
+                try:
+                    there = self._shelf.bucket(edition.name, number, index)
+                    found = "nothing" if there is None else there[0]
+                except DamagedBucket as error:
+                    there, found = None, error.found
+                if there is None or found != expected:
+                    return Refusal(self.worker_name, number, edition.name, index, expected, found)
+                self._staged[key] = there
         return None
 
     def _write(self, values: ModelValues, edition: Edition) -> None:

@@ -74,7 +74,7 @@ class Shelf:
             raise DamagedBucket(name, index, expected, what)
         found = checksum(payload)
         if found != expected:
-            raise DamagedBucket(name, index, expected, found)
+            raise DamagedBucket(name, index, expected, f"{found} (its head tells {expected})")
         return expected, payload
 
     def remove(self, name: str) -> None:
@@ -97,6 +97,12 @@ class Shelf:
                 self.remove(name)
         for path in self._hidden():
             shutil.rmtree(path, ignore_errors=True)
+
+    def forget_changes(self, number: int) -> None:
+        """Of a version that is there in full."""
+        for name in self.names():
+            if _number_of(name) == number and name != edition_name(number, None):
+                self.remove(name)
 
     def full_numbers(self) -> list[int]:
         """Versions that are there in full, oldest first."""

@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"types", "config", "rng"},
     "simulate": {"types", "config", "rng", "schedule", "observe"},
     "history": {"types"},
+    "stream": {"types", "models"},
     "engine": {"types", "config", "rng", "models"},
     "draft": {"types", "config", "rng", "models", "engine", "history"},
     "train": {"types", "config", "rng", "models"},
@@ -37,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "observe",
         "schedule",
         "history",
+        "stream",
         "engine",
         "draft",
         "train",
@@ -86,6 +88,7 @@ PURE = {
     ],
     "history": [f"slipstream.history.{name}" for name in ("cache", "eviction", "format", "store", "takeover")],
     "draft": [f"slipstream.draft.{name}" for name in ("shelves", "selector", "throttle", "votes", "workloads")],
+    "stream": [f"slipstream.stream.{name}" for name in ("editions", "fanout", "shelf")],
     "train": ["slipstream.train.algorithms", "slipstream.train.packing"],
     "tasks": [
         f"slipstream.tasks.{name}" for name in ("procedural", "rows", "sources", "verifiers", "rewards", "grading")

@@ -22,9 +22,11 @@ from slipstream.runtime.engines import choose_device, engine_around
 from slipstream.runtime.processes import Pipe, PipeClosed
 from slipstream.runtime.rollout_messages import Broke, Here
 from slipstream.runtime.rollout_worker import TELL_S, PastTexts, RolloutWorker
-from slipstream.runtime.shelf import Publisher, Receiver
 from slipstream.runtime.trainer_messages import TrainerBroke, TrainerReady
 from slipstream.runtime.trainer_worker import TrainerWorker
+from slipstream.stream.editions import RefusedWeights, VersionMissing
+from slipstream.stream.publisher import Publisher
+from slipstream.stream.receiver import Receiver
 from slipstream.train.checkpoint import load_checkpoint
 from slipstream.train.trainer import Trainer
 
@@ -75,7 +77,7 @@ def train_in_process(pipe: Pipe, config: Config, checkpoint_folder: Path, weight
         trainer.load_state_dict(checkpoint.trainer_state)
         if config.algorithm.kl_coef > 0:
             trainer.reference = load_model(str(config.run.dir / "reference"), dtype=torch.float32, device=device).eval()
-        publisher = Publisher(weights_folder, resolve_precision(config.engine.dtype, device))
+        publisher = Publisher(weights_folder, dtype=resolve_precision(config.engine.dtype, device))
         tokenizer = load_tokenizer(source)
         worker = TrainerWorker(trainer, tokenizer, config.run.dir, config.run.keep_last, publisher, pipe.say)
         pipe.say(TrainerReady(checkpoint.step))
@@ -89,8 +91,8 @@ def train_in_process(pipe: Pipe, config: Config, checkpoint_folder: Path, weight
 def _work_or_tell(work: Callable[[], None], tell: Callable[[Exception, str], None]) -> None:
     try:
         work()
-    except PipeClosed:
-        raise
+    except (PipeClosed, VersionMissing, RefusedWeights):
+        raise  # another process in its place may fare better
     except Exception as error:
         traceback.print_exc()
         tell(error, str(error) or type(error).__name__)

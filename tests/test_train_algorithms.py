@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from slipstream.config import Training
-from slipstream.train.algorithms import ALGORITHMS, learning_rate, token_weights
+from slipstream.train.algorithms import ALGORITHMS, Aggregation, learning_rate, token_weight, update_total
 
 # Group one: mean 0.5, population deviation 0.5. Group two: mean 2, deviation sqrt(2/3). The others: no signal.
 GROUPS = [[1.0, 0.0, 0.0, 1.0], [1.0, 2.0, 3.0], [0.1, 0.1, 0.1], [5.0]]
@@ -46,11 +46,14 @@ def test_equal_rewards_give_exactly_zero_and_empty_is_empty(name: str) -> None:
     assert ALGORITHMS[name].advantages([]) == []
 
 
-def test_token_weights() -> None:
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("token_mean", [1 / 8] * 3), ("sequence_mean", [1 / 3, 1 / 9, 1 / 12]), ("constant", [1 / 30] * 3)],
+)
+def test_token_weights(aggregation: Aggregation, expected: list[float]) -> None:
     lengths = [1, 3, 4]
-    assert token_weights(lengths, "token_mean", 10) == pytest.approx([1 / 8] * 3)
-    assert token_weights(lengths, "sequence_mean", 10) == pytest.approx([1 / 3, 1 / 9, 1 / 12])
-    assert token_weights(lengths, "constant", 10) == pytest.approx([1 / 30] * 3)
+    total = update_total(lengths, aggregation)
+    assert [token_weight(length, aggregation, 10) / total for length in lengths] == pytest.approx(expected)
 
 
 def test_learning_rates() -> None:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slipstream.config import Algorithm, Training
 from slipstream.models.attention import ATTENTION_NAME
 from slipstream.train.algorithms import ALGORITHMS
-from slipstream.train.loss import logprobs_and_entropy, mean_metrics, merge_metrics, policy_loss
+from slipstream.train.loss import logprobs_and_entropy, mean_metrics, merge_metrics, policy_loss, summed_metrics
 from slipstream.train.trainer import Trainer
 from slipstream.types import TrainSample
 
@@ -132,20 +132,18 @@ def compare(
     )  # fmt: skip
     trainer.reference = packed_reference if algorithm.kl_coef else None
     if planted == "ratio":
-        trainer.recipe = replace(trainer.recipe, ratio_level="token")
+        trainer.policy.recipe = replace(trainer.policy.recipe, ratio_level="token")
     elif planted == "aggregation":
-        trainer.aggregation = "token_mean"
+        trainer.policy.aggregation = "token_mean"
     elif planted == "behaviour":
         samples[4] = replace(samples[4], behaviour_logprobs=tuple(v + 0.01 for v in samples[4].behaviour_logprobs))
     elif planted == "advantage":
         samples[0] = replace(samples[0], advantage=samples[0].advantage * 1.01)
-    merged: dict[str, tuple[Tensor, float]] = {}
-    parts = list(trainer.accumulate_gradients(samples, {} if on_policy else old))
+    parts: list[int] = []
+    metrics = trainer.accumulate_gradients(samples, None if on_policy else old, parts.append)
     assert len(parts) > 1 or micro_batch_tokens > 100
-    for metrics, _ in parts:
-        merge_metrics(merged, metrics)
     got, wanted = gradients(packed), gradients(plain)
-    loss = merged["actor/pg_loss"][0].item()
+    loss = metrics["actor/pg_loss"][0].item()
     if algorithm.kl_coef:
         return ((got - wanted).norm() / wanted.norm()).item(), 0.0
     return ((got - wanted).norm() / wanted.norm()).item(), abs(loss - expected.item()) / abs(expected.item())
@@ -218,7 +216,7 @@ def test_metrics_by_hand_and_merged() -> None:
         )  # fmt: skip
         merge_metrics(merged, metrics)
     merge_metrics(merged, {"actor/pg_loss": (torch.zeros(()), 1.0)})
-    values = mean_metrics(merged)
+    values = mean_metrics([summed_metrics(merged)])
     assert values["actor/clipfrac"] == 0.5
     assert values["mismatch/logprob_diff_max"] == pytest.approx(1.0)
     assert values["rollout/importance_weight"] == pytest.approx((1.5 + math.exp(-1)) / 2)
@@ -238,4 +236,4 @@ def test_extreme_ratios_keep_finite_gradients() -> None:
         )  # fmt: skip
         loss.backward()
         assert torch.isfinite(loss) and torch.isfinite(logprobs.grad).all()
-        assert mean_metrics({k: v for k, v in metrics.items() if v[1]})["mismatch_kl"] >= 0
+        assert mean_metrics([summed_metrics({k: v for k, v in metrics.items() if v[1]})])["mismatch_kl"] >= 0

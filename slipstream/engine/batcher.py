@@ -117,6 +117,9 @@ class Batcher:
             sequence.request, tuple(sequence.token_ids), tuple(sequence.logprobs), sequence.first_version
         )
 
+    def seated(self) -> list[Running]:
+        return list(self._seated.values())
+
     @property
     def num_begun(self) -> int:
         """Sequences with tokens of their own, seated or preempted."""

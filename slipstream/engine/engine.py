@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -190,17 +190,28 @@ class Engine:
         self, weights: Iterable[tuple[str, Tensor]], number: int, running: RunningSequences = "keep"
     ) -> WeightVersion:
         """Overwrite the weights in place; graphs stay valid. Rollouts record versions of their first and last token."""
+
+        def write(model: PreTrainedModel) -> WeightVersion:
+            write_weights(model, weights)
+            return WeightVersion(number, fingerprint(model))
+
+        return self.change_weights(write, running)
+
+    @torch.inference_mode()
+    def change_weights(
+        self, write: Callable[[PreTrainedModel], WeightVersion], running: RunningSequences = "keep"
+    ) -> WeightVersion:
+        """As `apply_weights`; `write` changes the model in place and says which version it is then."""
         if running == "wait":
             self._finish_running()
         elif running == "abort":
             self._batcher.restart_begun()
         for storage, num_bytes in self._storage_bytes or ():
             storage.resize_(num_bytes)
-        write_weights(self.model, weights)
+        self._version = write(self.model)
         self._storage_bytes = None
         self._batcher.send_back_unbegun()
         self._batcher.forget_prompts()
-        self._version = WeightVersion(number, fingerprint(self.model))
         return self._version
 
     @torch.inference_mode()
@@ -237,6 +248,16 @@ class Engine:
         self._batcher.submit_partial(partial)
         if self.drafter is not None:
             self.drafter.expect([partial.request])
+
+    def grown_since(self, known: Mapping[str, int]) -> list[PartialRollout]:
+        """What sequences that are running have beyond the number of tokens that is known of each."""
+        grown = []
+        for sequence in self._batcher.seated():
+            start = known.get(sequence.request.uid, 0)
+            if len(sequence.token_ids) > start:
+                tokens, logprobs = tuple(sequence.token_ids[start:]), tuple(sequence.logprobs[start:])
+                grown.append(PartialRollout(sequence.request, tokens, logprobs, sequence.first_version))
+        return grown
 
     def facts(self) -> EngineFacts:
         pool = self._batcher.pool

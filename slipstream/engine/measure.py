@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,6 +17,8 @@ from slipstream.types import Request, SamplingParams
 
 PROMPT_TOKENS = 16
 WARM_UP_TOKENS = 8
+SPEED_TOKENS = 8
+LEAST_GROWTH = 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +83,12 @@ def read_bandwidth(device: torch.device) -> float:
     return best
 
 
-def _run(engine: Engine, batch: int, new_tokens: int, name: str) -> list[float]:
+def _run(engine: Engine, batch: int, new_tokens: int, name: str, prompt_tokens: int = PROMPT_TOKENS) -> list[float]:
     """Generate, and note when each step returned."""
     sampling = SamplingParams(max_new_tokens=new_tokens)
     vocab_size = engine.model.config.get_text_config().vocab_size
     for number in range(batch):
-        prompt = tuple(derive_seed(name, number, place) % vocab_size for place in range(PROMPT_TOKENS))
+        prompt = tuple(derive_seed(name, number, place) % vocab_size for place in range(prompt_tokens))
         engine.submit([Request(f"{name}/{number}", f"{name}/{number}", prompt, derive_seed(name, number), sampling)])
     moments = []
     while engine.has_work:
@@ -110,3 +114,27 @@ def _kv_bytes_per_token(engine: Engine) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def speed_points(engine: Engine, max_sequences: int, max_length: int) -> tuple[tuple[int, float], ...]:
+    """(sequences, seconds of a step) for some sizes of a batch up to the largest: what a scheduler asks of a worker."""
+    prompt_tokens = min(PROMPT_TOKENS, max_length // 2)
+    new_tokens = min(SPEED_TOKENS, max_length - prompt_tokens)
+    measured = []
+    for size in sorted({min(4**power, max_sequences) for power in range(8)}):
+        _run(engine, size, 1, f"warm {size}", prompt_tokens)
+        moments = [time.perf_counter(), *_run(engine, size, new_tokens, f"speed {size}", prompt_tokens)]
+        steps_s = [later - earlier for earlier, later in pairwise(moments)]
+        measured.append((size, statistics.median(steps_s[-new_tokens // 2 :])))
+    return growing(measured)
+
+
+def growing(measured: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Without the noise of a busy machine, which only ever adds: a step of fewer sequences takes no longer than one of
+    more, and one of more takes a little longer, so that no sequence looks free."""
+    points: list[tuple[int, float]] = []
+    shortest = math.inf
+    for size, seconds in reversed(measured):
+        shortest = min(seconds, shortest / LEAST_GROWTH)
+        points.append((size, shortest))
+    return tuple(reversed(points))

@@ -137,6 +137,12 @@ class DraftCounts:
         )
         return accepted / drafted if drafted else None
 
+    def merge(self, other: DraftCounts) -> None:
+        self.num_rows += other.num_rows
+        self.drafted.update(other.drafted)
+        self.accepted.update(other.accepted)
+        self.tokens_from.update(other.tokens_from)
+
     def add(self, num_drafted: Sequence[int], origins: Sequence[Sequence[int]]) -> None:
         """One step: for each sequence how many drafts it had, and where its tokens came from; none if it was idle."""
         lines = [line for line in origins if line]

@@ -1,19 +1,15 @@
-"""Weights as named tensors: writing them in place, and a fingerprint that tells versions apart.
-
-The fingerprint sums each tensor's bits, which costs one read of the weights. It is meant to catch weights that did not
-arrive, not an adversary.
-"""
+"""Weights as named tensors: writing them in place, and the content hash that tells versions apart (`digest.py`)."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.digest import combined_digest, tensor_digest
+
 _AFTER_WRITING = "_slipstream_after_writing"
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -42,20 +38,20 @@ def write_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> No
         raise ValueError(f"weights are missing: {', '.join(missing[:3])} and {max(0, len(missing) - 3)} more")
     for name, tensor in given.items():
         own[name].copy_(tensor)
+    tell_written(model)
 
+
+def tell_written(model: nn.Module) -> None:
+    """Of whoever writes weights in another way than `write_weights`, once all are written."""
     for callback in vars(model).get(_AFTER_WRITING, ()):
         callback()
 
 
 def after_writing(model: nn.Module, callback: Callable[[], None]) -> None:
-    """Call this whenever `write_weights` has changed the model: for what is derived from its weights."""
+    """Call this whenever weights of the model were written: for what is derived from them."""
     vars(model).setdefault(_AFTER_WRITING, []).append(callback)
 
 
 def fingerprint(model: nn.Module) -> str:
-    """16 hex digits over names, shapes, dtypes and bits."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in named_weights(model):
-        total = tensor.contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{int(total)}".encode())
-    return digest.hexdigest()
+    """The content hash of all weights, 32 hex digits: of names, shapes, dtypes and bits, in whatever order."""
+    return combined_digest({name: tensor_digest(tensor) for name, tensor in named_weights(model)})

@@ -20,7 +20,8 @@ from slipstream.draft.workloads import ReplayGroup, adversarial, alike, epochs_o
 from slipstream.engine.engine import Engine
 from slipstream.models.precision import resolve_precision
 from slipstream.runtime.benches import check_shape, describe_machine, load_shape, new_table, write_record
-from slipstream.runtime.local import choose_device, still_heap
+from slipstream.runtime.engines import choose_device
+from slipstream.runtime.local import still_heap
 from slipstream.runtime.traces import read_trace
 from slipstream.types import Request, SamplingParams
 

@@ -21,7 +21,8 @@ from slipstream.engine.measure import PROMPT_TOKENS, read_bandwidth, time_decodi
 from slipstream.models.loading import BUILT_IN, load_model
 from slipstream.models.precision import Precision, resolve_precision
 from slipstream.models.shapes import SHAPES, random_model
-from slipstream.runtime.local import choose_device, still_heap
+from slipstream.runtime.engines import choose_device
+from slipstream.runtime.local import still_heap
 from slipstream.runtime.machine import installed_version
 
 COLUMNS = ("shape", "batch", "tok/s", "ms/step", "p90", "bandwidth", "graphs", "MB", "start s")

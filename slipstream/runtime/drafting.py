@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from slipstream.config import Config
-from slipstream.draft.history import HistoryDrafter
+from slipstream.draft.history import HistoryDrafter, Past
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import DRAFTER_FILE, DrafterStateLost, load_drafter_state
@@ -45,10 +45,10 @@ STRATEGIES = {
 """By draft.source: what the selector chooses among."""
 
 
-def build_drafter(config: Config, history: HistoryStore | None, device: torch.device) -> HistoryDrafter:
-    """Drafts from the group, the sequence itself and, where there is a store, from earlier rollouts; and of a learned
+def build_drafter(config: Config, past: Past | None, device: torch.device) -> HistoryDrafter:
+    """Drafts from the group, the sequence itself and, where there is a past, from earlier rollouts; and of a learned
     model where the recipe has one."""
-    keep = config.history.keep_per_prompt if history is not None else 0
+    keep = config.history.keep_per_prompt if past is not None else 0
     num_texts = keep + config.train.samples_per_prompt
     longest = shelf_tokens(config.engine.max_prompt_tokens, num_texts, config.sampling.max_new_tokens)
     num_groups = math.ceil(config.engine.max_sequences / config.train.samples_per_prompt) + 1
@@ -59,7 +59,7 @@ def build_drafter(config: Config, history: HistoryStore | None, device: torch.de
         library_tokens=library_tokens if remembers(config) else 0,
         longest_shelf=longest,
         device=device,
-        past=lambda ids: _past_texts(history, ids),
+        past=past or (lambda prompt_ids: ()),
         rule=config.draft.widths,
         guesser=ModelGuesser(num_slots=config.engine.max_sequences, kind=config.drafter.kind, seed=config.seed)
         if learns(config)
@@ -177,10 +177,8 @@ def warm_drafter(config: Config, target: PretrainedConfig) -> SavedDrafter | Non
     return drafter
 
 
-def _past_texts(history: HistoryStore | None, prompt_ids: tuple[int, ...]) -> list[Text]:
+def past_texts(history: HistoryStore, prompt_ids: tuple[int, ...]) -> list[Text]:
     """A history that cannot be read costs time, not the run."""
-    if history is None:
-        return []
     try:
         return texts_of(history.of_prompt(prompt_key(prompt_ids)))
     except HistoryStoreError as error:

@@ -7,11 +7,16 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from slipstream.schedule.events import Action, Event, Finish
-from slipstream.schedule.scheduler import Scheduler
+
+
+class Decider(Protocol):
+    """What to do next: `schedule.scheduler.Scheduler` or `schedule.pipeline.Pipeline`."""
+
+    def on_event(self, event: Event, now_s: float) -> list[Action]: ...
 
 
 class World(Protocol):
-    """Where actions are carried out: this machine (`world.py`), or a simulated one."""
+    """Where actions are carried out: in this process (`world.py`), by several (`stream_world.py`), or simulated."""
 
     def perform(self, action: Action) -> Iterable[Event]:
         """Do it, or begin it; the facts that are true when it returns."""
@@ -23,7 +28,7 @@ class World(Protocol):
 
 
 def drive(
-    scheduler: Scheduler,
+    scheduler: Decider,
     world: World,
     first: Event,
     clock: Callable[[], float],

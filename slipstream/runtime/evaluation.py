@@ -24,6 +24,52 @@ class EvaluatedSet:
     groups: tuple[GradedGroup, ...]
 
 
+class EvaluationRound:
+    """All sets together, so that there is one long tail and not one a set."""
+
+    def __init__(
+        self, config: Config, sets: Mapping[str, Sequence[Prompt]], *, step: int, stop_token_ids: tuple[int, ...]
+    ) -> None:
+        self.step = step
+        self.samples_per_prompt = config.eval.samples_per_prompt
+        self.sampling = SamplingParams(
+            temperature=config.eval.temperature,
+            max_new_tokens=config.sampling.max_new_tokens,
+            stop_token_ids=stop_token_ids,
+            stop=config.sampling.stop,
+        )
+        self._max_fault_share = config.reward.max_fault_share
+        self._names = {
+            name: [f"eval/{name}/{step}/{number}" for number in range(len(prompts))] for name, prompts in sets.items()
+        }
+        self.prompts = {
+            group: prompt
+            for name, prompts in sets.items()
+            for group, prompt in zip(self._names[name], prompts, strict=True)
+        }
+        """By the name of the group to ask for."""
+        self._graded: dict[str, GradedGroup] = {}
+
+    @property
+    def num_samples(self) -> int:
+        return self.samples_per_prompt * len(self.prompts)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._graded) == len(self.prompts)
+
+    def take(self, group: GradedGroup) -> None:
+        self._graded[group.name] = group
+
+    def results(self) -> list[EvaluatedSet]:
+        results = [result for group in self._graded.values() for result in group.results]
+        check_faults(results, self._max_fault_share)
+        return [
+            _summary(name, [self._graded[group] for group in groups], self.samples_per_prompt)
+            for name, groups in self._names.items()
+        ]
+
+
 def evaluate_sets(
     config: Config,
     desk: RolloutDesk,
@@ -34,20 +80,11 @@ def evaluate_sets(
     console: Console,
     should_stop: Callable[[], bool],
 ) -> list[EvaluatedSet]:
-    """All sets together, so that there is one long tail and not one a set. Interrupted if should_stop says so."""
-    samples_per_prompt = config.eval.samples_per_prompt
-    sampling = SamplingParams(
-        temperature=config.eval.temperature,
-        max_new_tokens=config.sampling.max_new_tokens,
-        stop_token_ids=stop_token_ids,
-        stop=config.sampling.stop,
-    )
-    for name, prompts in sets.items():
-        for number, prompt in enumerate(prompts):
-            desk.ask(_group_name(name, step, number), prompt, samples_per_prompt, sampling)
-    graded: dict[str, GradedGroup] = {}
-    num_samples = samples_per_prompt * sum(len(prompts) for prompts in sets.values())
-    with console.phase("evaluation", num_samples) as advance:
+    """Interrupted if should_stop says so."""
+    evaluation = EvaluationRound(config, sets, step=step, stop_token_ids=stop_token_ids)
+    for name, prompt in evaluation.prompts.items():
+        desk.ask(name, prompt, evaluation.samples_per_prompt, evaluation.sampling)
+    with console.phase("evaluation", evaluation.num_samples) as advance:
 
         def on_finished(rollout: Rollout) -> None:
             advance(1, tokens=len(rollout.token_ids))
@@ -55,16 +92,9 @@ def evaluate_sets(
         while desk.busy:
             if should_stop():
                 raise Interrupted
-            graded |= {group.name: group for group in desk.advance(on_finished)}
-    check_faults([result for group in graded.values() for result in group.results], config.reward.max_fault_share)
-    return [
-        _summary(name, [graded[_group_name(name, step, number)] for number in range(len(prompts))], samples_per_prompt)
-        for name, prompts in sets.items()
-    ]
-
-
-def _group_name(set_name: str, step: int, number: int) -> str:
-    return f"eval/{set_name}/{step}/{number}"
+            for group in desk.advance(on_finished):
+                evaluation.take(group)
+    return evaluation.results()
 
 
 def _summary(name: str, groups: Sequence[GradedGroup], samples_per_prompt: int) -> EvaluatedSet:

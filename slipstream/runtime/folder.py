@@ -14,6 +14,8 @@ from pathlib import Path
 from slipstream.config import Config, dump_config, load_config
 from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, point_latest_at
 
+PROCESSES_FILE = "processes.json"
+"""The process numbers of a run that has several, by name."""
 # What a run makes, and all that --overwrite removes: the folder may hold other things.
 CONTENTS = (
     "config.yaml",
@@ -28,9 +30,14 @@ CONTENTS = (
     "trace.json",
     "latest",
     "wandb_id",
+    PROCESSES_FILE,
 )
 LESSONS_FOLDER = "lessons"
-FOLDERS = ("checkpoints", "reference", "tensorboard", LESSONS_FOLDER)
+LOGS_FOLDER = "logs"
+"""What each process printed."""
+WEIGHTS_FOLDER = "weights"
+"""On their way from the trainer to rollout workers."""
+FOLDERS = ("checkpoints", "reference", "tensorboard", LESSONS_FOLDER, LOGS_FOLDER, WEIGHTS_FOLDER)
 # With these changed, what follows a checkpoint would not be the same run.
 IDENTITY = ("model", "seed", "tasks", "warmup")
 

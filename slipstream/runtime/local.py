@@ -5,16 +5,13 @@ Owns the order in which things are checked, opened and closed, and the signals. 
 
 from __future__ import annotations
 
-import copy
 import gc
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,38 +24,46 @@ from slipstream.draft.selector import Selector
 from slipstream.engine.engine import Engine
 from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_tokenizer
-from slipstream.models.precision import resolve_precision, use_batch_invariant_products
+from slipstream.models.precision import use_batch_invariant_products
 from slipstream.models.rendering import render_prompts, render_solution, stop_token_ids
-from slipstream.models.weights import cast_weights, fingerprint
+from slipstream.models.weights import fingerprint
 from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
 from slipstream.runtime.drafters import SavedDrafter
 from slipstream.runtime.drafting import (
     STRATEGIES,
-    build_drafter,
     build_drafter_trainer,
     check_warm_history,
     learns,
     open_history,
+    past_texts,
     remembers,
     restore_drafter,
     settle_source,
     warm_drafter,
 )
 from slipstream.runtime.driver import drive
+from slipstream.runtime.engines import build_engine, choose_device
 from slipstream.runtime.evaluation import Interrupted
 from slipstream.runtime.folder import RunFolder
+from slipstream.runtime.pool import WorkerBroke
 from slipstream.runtime.rollouts import RolloutDesk
+from slipstream.runtime.stopping import StopFlag, stop_on_signals
+from slipstream.runtime.stream_world import TrainerLost
+from slipstream.runtime.streaming import StreamParts, stream
 from slipstream.runtime.warmup import warm_up
 from slipstream.runtime.world import LocalWorld
-from slipstream.schedule.events import Action, Event, RunBegan, StepTrained, to_record
+from slipstream.schedule.events import Action, Event, RunBegan, StepTrained, UnderWay, to_record
 from slipstream.schedule.scheduler import Scheduler
 from slipstream.tasks.grading import Grader
 from slipstream.tasks.sources import load_problems
-from slipstream.train.checkpoint import Checkpoint, save_checkpoint
+from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from slipstream.train.trainer import Trainer
 from slipstream.types import Problem, Prompt
+
+MAX_TRAINER_LOSSES = 3
+"""Without a new checkpoint in between: then something else is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +76,26 @@ class Outcome:
     step: int
 
 
-@dataclass(slots=True)
-class StopFlag:
-    """Set by a signal; the warm start and the world look at it."""
-
-    reason: str | None = None
-
-
 def run_training(
     config: Config, *, resume: bool | Path = False, overwrite: bool = False, quiet: bool = False
 ) -> Outcome:
     """Train to the end of the recipe, from the start or from a checkpoint. ValueError for what the user can fix."""
+    losses = 0
+    while True:
+        before = latest_checkpoint(config.run.dir)
+        try:
+            return _train_once(config, resume=resume, overwrite=overwrite, quiet=quiet)
+        except TrainerLost as loss:
+            after = latest_checkpoint(config.run.dir)
+            losses = losses + 1 if after == before else 1
+            if after is None or losses > MAX_TRAINER_LOSSES:
+                raise WorkerBroke(f"the process that trains was lost {losses} times at {after}; {loss}") from None
+            if not quiet:
+                print(f"{loss}\nthe run goes on from {after}", flush=True)
+            resume, overwrite = True, False
+
+
+def _train_once(config: Config, *, resume: bool | Path, overwrite: bool, quiet: bool) -> Outcome:
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.opened(config.run.dir))
         console = stack.enter_context(Console(config.train.steps, quiet=quiet))
@@ -122,12 +136,17 @@ def run_training(
         if not run.warm_up(pairs):
             return Outcome("interrupted", folder.path, 0)
         trainer.reference = run.reference_model(device)
+        stop_ids = stop_token_ids(model, tokenizer)
         history = None
         if remembers(config):
             history = stack.enter_context(open_history(config, folder.path, run.step))
-        engine = build_engine(config, model, tokenizer, device, history, run.selector)
+        if config.mode != "colocated":
+            reason = run.stream(checkpoint, history, grader, prompts, eval_sets, stop_ids)
+            return Outcome(reason, folder.path, run.step)
+        past = None if history is None else partial(past_texts, history)
+        engine = build_engine(config, model, tokenizer, device, past, run.selector)
         run.prepare_drafter(checkpoint, warm)
-        reason = run.loop(engine, history, grader, prompts, eval_sets, stop_token_ids(model, tokenizer))
+        reason = run.loop(engine, history, grader, prompts, eval_sets, stop_ids)
         return Outcome(reason, folder.path, run.step)
 
 
@@ -156,6 +175,7 @@ class _Run:
         self.learner: DrafterTrainer | None = None
         self.drafter_saver = DrafterSaver()
         self.row: dict[str, float] = {}
+        self.under_way: UnderWay = ()
 
     def begin(self, checkpoint: Checkpoint | None, device: torch.device) -> None:
         """Take over the checkpoint's state, and forget what the last run did after it."""
@@ -164,6 +184,7 @@ class _Run:
             self.trainer.load_state_dict(checkpoint.trainer_state)
             self.step, self.warmup_done = checkpoint.step, state["warmup_done"]
             self.position, self.concluded, self.row = state["position"], state["concluded"], state["row"]
+            self.under_way = tuple((rounds, tuple(positions)) for rounds, positions in state.get("under_way", ()))
             self.selector.load_state_dict(state.get("drafting", {}))  # older checkpoints have none
         recorded = self.step if self.concluded else self.step - 1
         self.store.forget_after(self.step, recorded)
@@ -235,7 +256,7 @@ class _Run:
         if self.learner is not None:
             self.learner.close()
 
-    def save(self, step: int, run_state: dict[str, Any]) -> None:
+    def save(self, step: int, run_state: dict[str, Any]) -> Path:
         self.drafter_saver.wait()  # it may be writing into a checkpoint that goes now
         path = save_checkpoint(
             self.config.run.dir,
@@ -250,6 +271,58 @@ class _Run:
             tensors, num_updates = self.learner.state_dict(), self.learner.num_updates
             self.drafter_saver.save(path, DrafterState(step, num_updates, fingerprint(self.model), tensors))
         self.console.note(f"saved {path}")
+        return path
+
+    def _first_position(self) -> int:
+        """Without steps that are under way: where those begin that were, if nothing after that was trained on."""
+        positions = sorted(position for _, step in self.under_way for position in step)
+        if positions != list(range(self.position - len(positions), self.position)):
+            raise ValueError(
+                f"step {self.step} was saved with others under way, of prompts that do not follow each other "
+                "(dynamic sampling in mode=async or rhyme): resume in that mode"
+            )
+        return self.position - len(positions)
+
+    def hand_over(self, checkpoint: Checkpoint | None) -> Path:
+        """The checkpoint from which another process trains; this one lets go of the model."""
+        if checkpoint is None:
+            path = self.save(self.step, {"position": 0, "concluded": False, "row": self.row})
+        else:
+            path = checkpoint.path
+        self.trainer.optimizer.state.clear()
+        self.model.to(torch.device("meta"))  # type: ignore[arg-type]
+        return path
+
+    def stream(
+        self,
+        checkpoint: Checkpoint | None,
+        history: HistoryStore | None,
+        grader: Grader,
+        prompts: Sequence[Prompt],
+        eval_sets: dict[str, list[Prompt]],
+        stop_ids: tuple[int, ...],
+    ) -> str:
+        """As `loop`, with processes that sample and one that trains."""
+        parts = StreamParts(
+            config=self.config,
+            checkpoint=self.hand_over(checkpoint),
+            grader=grader,
+            tokenizer=self.tokenizer,
+            history=history,
+            prompts=prompts,
+            eval_sets=eval_sets,
+            stop_token_ids=stop_ids,
+            store=self.store,
+            log=self.log,
+            console=self.console,
+            kept_state={"warmup_done": self.warmup_done},
+        )
+
+        def on_trained(step: int) -> None:
+            self.step = step
+
+        first = RunBegan(self.step, self.position, self.concluded, self.under_way)
+        return stream(parts, first, self.row, lambda: self.flag.reason, on_trained)
 
     def loop(
         self,
@@ -286,36 +359,9 @@ class _Run:
                 name, fields = to_record(item)
                 self.store.add_event(self.step, now_s, name, fields)
 
-        first = RunBegan(self.step, self.position, self.concluded)
+        first = RunBegan(self.step, self._first_position(), self.concluded)
         with still_heap():
             return drive(Scheduler(self.config), world, first, time.time, write_events)
-
-
-def build_engine(
-    config: Config,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-    history: HistoryStore | None = None,
-    selector: Selector | None = None,
-) -> Engine:
-    """An engine with its own copy of the weights, in the engine's number format, that drafts if the recipe lets it."""
-    dtype = resolve_precision(config.engine.dtype, device)
-    served: PreTrainedModel = copy.deepcopy(model).requires_grad_(False)
-    cast_weights(served, dtype)
-    settings = config.engine
-    config = settle_source(config, device)
-    drafts = config.draft.source != "off"
-    return Engine(
-        served,
-        max_sequences=settings.max_sequences,
-        max_length=config.max_length,
-        kv_tokens=settings.kv_tokens,
-        exact=settings.exact,
-        drafter=build_drafter(config, history, device) if drafts else None,
-        policy=(selector or Selector()) if drafts else None,
-        decode=lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)),
-    )
 
 
 @contextmanager
@@ -331,12 +377,6 @@ def still_heap() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
-
-
-def choose_device(setting: str) -> torch.device:
-    if setting == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
-    return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def load_training_problems(config: Config) -> list[Problem]:
@@ -371,33 +411,3 @@ def hold_out(prompts: Sequence[Prompt], eval_sets: Mapping[str, Sequence[Prompt]
     if len(kept) < len(prompts):
         console.note(f"{len(prompts) - len(kept)} of {len(prompts)} training prompts are in evaluation sets: left out")
     return kept
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[StopFlag]:
-    """The first Ctrl-C (or SIGTERM) asks for a checkpoint and an end; the second one ends at once.
-
-    A second signal within a second is still the first: `timeout` and batch systems signal the process and its group.
-    The handler only sets a flag: printing in it could break into a print under way.
-    """
-    flag = StopFlag()
-    first_s = 0.0
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal first_s
-        if flag.reason is None:
-            flag.reason, first_s = "interrupted", time.monotonic()
-        elif time.monotonic() - first_s > 1:
-            raise KeyboardInterrupt
-
-    previous: dict[int, Callable[..., Any] | int | None] = {}
-    for wanted in (signal.SIGINT, signal.SIGTERM):
-        try:
-            previous[wanted] = signal.signal(wanted, on_signal)
-        except ValueError:  # not in the main thread: the host program owns the signals
-            break
-    try:
-        yield flag
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

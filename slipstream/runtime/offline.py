@@ -31,7 +31,9 @@ from slipstream.observe.console import Console
 from slipstream.observe.store import RunStore, RunStoreError, StoredRollout
 from slipstream.rng import derive_seed, keyed_random
 from slipstream.runtime.drafters import ABOUT, check_fit, find_checkpoint, find_drafter, save_drafter
-from slipstream.runtime.local import choose_device, load_training_problems, stop_on_signals
+from slipstream.runtime.engines import choose_device
+from slipstream.runtime.local import load_training_problems
+from slipstream.runtime.stopping import stop_on_signals
 from slipstream.types import Prompt
 
 NEWEST_ROLLOUTS = 4096

@@ -1,4 +1,4 @@
-"""Engine and grader side by side: groups of requests in, graded groups out.
+"""Groups of requests in, graded groups out; and what the trainer and the store get of these.
 
 Grading runs in other processes while the engine goes on with the groups that are not finished yet.
 """
@@ -11,10 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
+from slipstream.config import Algorithm
 from slipstream.engine.engine import Engine
+from slipstream.observe.store import RolloutKind, RunStore
 from slipstream.rng import derive_seed
 from slipstream.tasks.grading import Grader
-from slipstream.types import Prompt, Request, Rollout, SamplingParams, Scored, Unscored
+from slipstream.train.algorithms import ALGORITHMS
+from slipstream.types import Prompt, Request, Rollout, SamplingParams, Scored, TrainSample, Unscored
 
 MATCHED_TOKENS = 256
 """Of each rollout that is sampled again alone: enough to see how often a token depends on the batch."""
@@ -43,24 +46,22 @@ class _OpenGroup:
     rollouts: dict[str, Rollout] = field(default_factory=dict)
 
 
-class RolloutDesk:
-    def __init__(self, engine: Engine, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-        self._engine = engine
-        self._grader = grader
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._open: dict[str, _OpenGroup] = {}
-        self.engine_s = 0.0
-        """Time in the engine."""
-        self.waiting_s = 0.0
-        """Time waiting for grades with the engine idle."""
+class OpenGroups:
+    """Groups between their requests and their grades."""
 
-    @property
-    def busy(self) -> bool:
+    def __init__(self, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self._grader, self._tokenizer, self._seed = grader, tokenizer, seed
+        self._open: dict[str, _OpenGroup] = {}
+
+    def __bool__(self) -> bool:
         return bool(self._open)
 
-    def ask(self, name: str, prompt: Prompt, num_samples: int, sampling: SamplingParams) -> None:
-        """Sample one group. Its name is unique in the run, and its seeds depend on it, the prompt and the sample."""
+    @property
+    def num_in_grading(self) -> int:
+        return self._grader.num_pending
+
+    def open(self, name: str, prompt: Prompt, num_samples: int, sampling: SamplingParams) -> list[Request]:
+        """What to sample. The name is unique in the run; seeds depend on it, the prompt and the sample."""
         requests = [
             Request(
                 uid=f"{name}/{sample}",
@@ -72,7 +73,43 @@ class RolloutDesk:
             for sample in range(num_samples)
         ]
         self._open[name] = _OpenGroup(prompt, requests)
-        self._engine.submit(requests)
+        return requests
+
+    def collect(self, rollout: Rollout) -> None:
+        """One that has ended; the last of its group sends that to be graded."""
+        name = rollout.request.group
+        group = self._open[name]
+        group.rollouts[rollout.request.uid] = rollout
+        if len(group.rollouts) == len(group.requests):
+            rollouts = [group.rollouts[request.uid] for request in group.requests]
+            texts = self._tokenizer.batch_decode(
+                [list(r.token_ids) for r in rollouts], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            problem = group.prompt.problem
+            self._grader.submit(name, [(problem, r, text) for r, text in zip(rollouts, texts, strict=True)])
+
+    def graded(self, wait_s: float) -> list[GradedGroup]:
+        """Those whose grades are there; waits for the first."""
+        finished: Sequence[tuple[str, list[Scored | Unscored]]] = self._grader.poll(wait_s)
+        return [GradedGroup(name, self._open.pop(name).prompt, tuple(results)) for name, results in finished]
+
+
+class RolloutDesk:
+    def __init__(self, engine: Engine, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self._engine = engine
+        self._groups = OpenGroups(grader, tokenizer, seed)
+        self.engine_s = 0.0
+        """Time in the engine."""
+        self.waiting_s = 0.0
+        """Time waiting for grades with the engine idle."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._groups)
+
+    def ask(self, name: str, prompt: Prompt, num_samples: int, sampling: SamplingParams) -> None:
+        """Sample one group."""
+        self._engine.submit(self._groups.open(name, prompt, num_samples, sampling))
 
     def token_match(self, rollouts: Sequence[Rollout]) -> float:
         """The share of tokens that come out the same when each rollout is sampled again, alone; with an idle engine."""
@@ -95,10 +132,10 @@ class RolloutDesk:
         if self._engine.has_work:
             for rollout in self._engine.step():
                 on_finished(rollout)
-                self._collect(rollout)
+                self._groups.collect(rollout)
             self.engine_s += time.perf_counter() - started
-            return self._graded(wait_s=0.0)
-        graded = self._graded(wait_s=0.2)
+            return self._groups.graded(wait_s=0.0)
+        graded = self._groups.graded(wait_s=0.2)
         self.waiting_s += time.perf_counter() - started
         return graded
 
@@ -108,18 +145,29 @@ class RolloutDesk:
         self.engine_s = self.waiting_s = 0.0
         return times
 
-    def _collect(self, rollout: Rollout) -> None:
-        name = rollout.request.group
-        group = self._open[name]
-        group.rollouts[rollout.request.uid] = rollout
-        if len(group.rollouts) == len(group.requests):
-            rollouts = [group.rollouts[request.uid] for request in group.requests]
-            texts = self._tokenizer.batch_decode(
-                [list(r.token_ids) for r in rollouts], skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            problem = group.prompt.problem
-            self._grader.submit(name, [(problem, r, text) for r, text in zip(rollouts, texts, strict=True)])
 
-    def _graded(self, wait_s: float) -> list[GradedGroup]:
-        finished: Sequence[tuple[str, list[Scored | Unscored]]] = self._grader.poll(wait_s)
-        return [GradedGroup(name, self._open.pop(name).prompt, tuple(results)) for name, results in finished]
+def train_samples(groups: Sequence[GradedGroup], algorithm: Algorithm) -> list[TrainSample]:
+    """What the trainer is given of these groups."""
+    scored = [group.scored for group in groups]
+    rewards = [[result.reward for result in results] for results in scored]
+    advantages = ALGORITHMS[algorithm.name].advantages(rewards)
+    return [
+        TrainSample(
+            uid=result.rollout.request.uid,
+            prompt_ids=result.rollout.request.prompt_ids,
+            response_ids=result.rollout.token_ids,
+            behaviour_logprobs=result.rollout.logprobs,
+            advantage=advantage,
+        )
+        for results, group_advantages in zip(scored, advantages, strict=True)
+        for result, advantage in zip(results, group_advantages, strict=True)
+    ]
+
+
+def store_groups(store: RunStore, step: int, kind: RolloutKind, set_name: str, groups: Sequence[GradedGroup]) -> None:
+    asked = {
+        group.name: (group.prompt.key, "\n".join(message["content"] for message in group.prompt.problem.messages))
+        for group in groups
+    }
+    results = [result for group in groups for result in group.results]
+    store.add_rollouts(step, kind, set_name, asked, results)

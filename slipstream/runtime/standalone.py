@@ -12,8 +12,9 @@ from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.rendering import render_prompts, stop_token_ids
 from slipstream.observe.console import Console
 from slipstream.runtime.drafting import without_learning
+from slipstream.runtime.engines import build_engine, choose_device
 from slipstream.runtime.evaluation import evaluate_sets
-from slipstream.runtime.local import build_engine, check_length, choose_device, load_eval_problems
+from slipstream.runtime.local import check_length, load_eval_problems
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.tasks.grading import Grader
 from slipstream.train.checkpoint import find_damage, latest_checkpoint

@@ -21,11 +21,11 @@ from slipstream.observe.console import Advance, Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.metrics import rollout_metrics
 from slipstream.observe.report import write_report
-from slipstream.observe.store import RolloutKind, RunStore
+from slipstream.observe.store import RunStore
 from slipstream.observe.timeline import write_trace
 from slipstream.runtime.drafting import draft_metrics, remember
 from slipstream.runtime.evaluation import Interrupted, evaluate_sets
-from slipstream.runtime.rollouts import GradedGroup, RolloutDesk
+from slipstream.runtime.rollouts import GradedGroup, RolloutDesk, store_groups, train_samples
 from slipstream.runtime.tail import Learning
 from slipstream.schedule.events import (
     Action,
@@ -33,6 +33,7 @@ from slipstream.schedule.events import (
     Evaluate,
     Evaluated,
     Event,
+    Feed,
     Finish,
     Generate,
     GroupScored,
@@ -49,13 +50,12 @@ from slipstream.schedule.events import (
 )
 from slipstream.schedule.order import PromptOrder
 from slipstream.tasks.grading import check_faults
-from slipstream.train.algorithms import ALGORITHMS
 from slipstream.train.trainer import Trainer
-from slipstream.types import Prompt, Rollout, SamplingParams, TrainSample
+from slipstream.types import Prompt, Rollout, SamplingParams
 
 MATCHED_ROLLOUTS = 4
 """With engine.exact off: rollouts a step that are sampled again alone, to say how many tokens depend on the batch."""
-SaveCheckpoint = Callable[[int, dict[str, Any]], None]
+SaveCheckpoint = Callable[[int, dict[str, Any]], object]
 
 
 class LocalWorld:
@@ -107,6 +107,8 @@ class LocalWorld:
                 return self._generate(action)
             case Train():
                 return self._train(action)
+            case Feed():
+                raise AssertionError("groups are fed where training has a process of its own")
             case PushWeights():
                 with self._timed("update_weights"):
                     self._engine.apply_weights(named_weights(self._trainer.model), action.step)
@@ -171,7 +173,7 @@ class LocalWorld:
         self._close_rollout_bar()
         by_position, self._groups = self._groups, {}
         groups = [by_position[position] for position in sorted(by_position)]
-        self._store_groups(action.step, "train", "train", groups)
+        store_groups(self._store, action.step, "train", "train", groups)
         if self._history is not None:
             with self._timed("history"):
                 remember(self._history, action.step, groups)
@@ -196,7 +198,7 @@ class LocalWorld:
             asked = [group.results[0].rollout for group in groups[:MATCHED_ROLLOUTS]]
             with self._timed("token_match"):
                 self._row["rollout/token_match"] = self._desk.token_match(asked)
-        samples = self._samples([by_position[position] for position in action.positions])
+        samples = train_samples([by_position[position] for position in action.positions], self._config.algorithm)
         self._row["train/groups"] = float(len(action.positions))
         if not samples:
             self._console.note(f"step {action.step}: no group with a reward signal; the weights stay as they are")
@@ -222,22 +224,6 @@ class LocalWorld:
                 self._row |= self._learner.end_training()
         return [StepTrained(action.step)]
 
-    def _samples(self, groups: Sequence[GradedGroup]) -> list[TrainSample]:
-        scored = [group.scored for group in groups]
-        rewards = [[result.reward for result in results] for results in scored]
-        advantages = ALGORITHMS[self._config.algorithm.name].advantages(rewards)
-        return [
-            TrainSample(
-                uid=result.rollout.request.uid,
-                prompt_ids=result.rollout.request.prompt_ids,
-                response_ids=result.rollout.token_ids,
-                behaviour_logprobs=result.rollout.logprobs,
-                advantage=advantage,
-            )
-            for results, group_advantages in zip(scored, advantages, strict=True)
-            for result, advantage in zip(results, group_advantages, strict=True)
-        ]
-
     def _evaluate(self, action: Evaluate) -> list[Event]:
         try:
             with self._timed("eval"):
@@ -258,7 +244,7 @@ class LocalWorld:
         self._draft_s = self._engine.drafter.spent_s if self._engine.drafter is not None else 0.0
         self._selector.saved_s = 0.0
         for one in evaluated:
-            self._store_groups(action.step, "eval", one.name, one.groups)
+            store_groups(self._store, action.step, "eval", one.name, one.groups)
             self._row |= one.metrics
         self._console.eval_line(action.step, self._row)
         return [Evaluated(action.step)]
@@ -291,19 +277,11 @@ class LocalWorld:
             write_trace(self._config.run.dir)
         return [Saved(action.step)]
 
-    def _store_groups(self, step: int, kind: RolloutKind, set_name: str, groups: Sequence[GradedGroup]) -> None:
-        asked = {
-            group.name: (group.prompt.key, "\n".join(message["content"] for message in group.prompt.problem.messages))
-            for group in groups
-        }
-        results = [result for group in groups for result in group.results]
-        self._store.add_rollouts(step, kind, set_name, asked, results)
-
-    def _timed(self, phase: str) -> _Timer:
-        return _Timer(self._row, f"timing_s/{phase}")
+    def _timed(self, phase: str) -> Timer:
+        return Timer(self._row, f"timing_s/{phase}")
 
 
-class _Timer:
+class Timer:
     """Adds the seconds of a with-block to one metric."""
 
     def __init__(self, row: dict[str, float], name: str) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+UnderWay = tuple[tuple[int, tuple[int, ...]], ...]
+"""Step by step: (rounds of dynamic sampling so far, positions that were asked for)."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunBegan:
@@ -19,6 +22,8 @@ class RunBegan:
     """The first prompt of the order that no trained step has used."""
     concluded: bool
     """This step was evaluated, recorded and saved before; False for a new run."""
+    under_way: UnderWay = ()
+    """Of the steps that follow: what had been asked for, which is asked for again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,16 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
+class Feed:
+    """Add the gradient of the group at this position; the step goes on."""
+
+    step: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class Train:
-    """Train on the groups at these positions, in this order."""
+    """Train on the groups at these positions, in this order; some may have been fed."""
 
     step: int
     positions: tuple[int, ...]
@@ -115,6 +128,8 @@ class Save:
     position: int
     concluded: bool
     """False if the run stopped before this step was evaluated and recorded: that is left to the resumed run."""
+    under_way: UnderWay = ()
+    """Of the steps that follow: what has been asked for and is not trained on yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +137,7 @@ class Finish:
     reason: str
 
 
-Action = Generate | Train | PushWeights | Evaluate | Record | Save | Finish
+Action = Generate | Feed | Train | PushWeights | Evaluate | Record | Save | Finish
 
 
 # The fleet.
@@ -289,7 +304,7 @@ BY_NAME: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *(RunBegan, GroupScored, StepTrained, WeightsLive, Evaluated, Saved, StopAsked, DraftChosen),
-        *(Generate, Train, PushWeights, Evaluate, Record, Save, Finish),
+        *(Generate, Feed, Train, PushWeights, Evaluate, Record, Save, Finish),
         *(WorkerJoined, WorkerLeft, RolloutsAsked, RolloutEnded, HandedBack, Outgrew),
         *(Sample, Watch, TakeBack, CloseStep, Lend, Recall),
         *(LessonsAdded, RoundDone, TrainRound, StopTraining, Publish, EndSession),

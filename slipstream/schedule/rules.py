@@ -28,6 +28,12 @@ CARRYING = {"carry", "outliers", "oversample"}
 MOVING = {"move", "outliers"}
 
 
+def oldest_version(step: int, staleness: int) -> int:
+    """The rule of staleness, which whoever begins a rollout keeps: what is trained in a step was begun with the weights
+    of this version, or newer ones. Version v is that after step v."""
+    return max(0, step - 1 - staleness)
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     placement: str = "least load"
@@ -55,3 +61,11 @@ class Rules:
     @property
     def moves(self) -> bool:
         return self.tail in MOVING
+
+
+MODES: dict[str, Rules] = {
+    "sync": Rules(tail="move"),
+    "async": Rules(tail="move", staleness=1),
+    "rhyme": Rules("two tiers", "move", staleness=1, mixes_steps=False),
+}
+"""By the recipe's mode, where sampling has workers of its own."""

@@ -73,7 +73,7 @@ class Scheduler:
     def _on_weights(self) -> list[Action]:
         if self._concluded:
             return self._next()
-        if not self._evaluation_due():
+        if not evaluation_due(self._config, self._step):
             return self._conclude()
         if self._stopping is not None:
             return [self._save()]
@@ -114,7 +114,7 @@ class Scheduler:
     def _conclude(self) -> list[Action]:
         """The step is complete: record it, save it if due, go on."""
         self._concluded = True
-        if self._save_due() or self._stopping is not None:
+        if save_due(self._config, self._step) or self._stopping is not None:
             return [Record(self._step), self._save()]
         return [Record(self._step), *self._next()]
 
@@ -129,14 +129,15 @@ class Scheduler:
     def _save(self) -> Save:
         return Save(self._step, self._position_after_step, self._concluded)
 
-    def _evaluation_due(self) -> bool:
-        evaluation, step = self._config.eval, self._step
-        if not self._config.tasks.eval:
-            return False
-        if step == 0:
-            return evaluation.before_train
-        return step == self._config.train.steps or (evaluation.every > 0 and step % evaluation.every == 0)
 
-    def _save_due(self) -> bool:
-        # The first checkpoint keeps the warm start.
-        return self._step in (0, self._config.train.steps) or self._step % self._config.run.save_every == 0
+def evaluation_due(config: Config, step: int) -> bool:
+    if not config.tasks.eval:
+        return False
+    if step == 0:
+        return config.eval.before_train
+    return step == config.train.steps or (config.eval.every > 0 and step % config.eval.every == 0)
+
+
+def save_due(config: Config, step: int) -> bool:
+    # The first checkpoint keeps the warm start.
+    return step in (0, config.train.steps) or step % config.run.save_every == 0

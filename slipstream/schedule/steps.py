@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from slipstream.schedule.events import RolloutsAsked
 from slipstream.schedule.members import FleetRollout
-from slipstream.schedule.rules import Rules
+from slipstream.schedule.rules import Rules, oldest_version
 
 CARRIED = 0.1
 """Of a step's groups: so many are carried at most."""
@@ -81,7 +81,7 @@ class Steps:
         patience = self._rules.staleness - self._rules.carries
         while self._asked and self._version >= 0:
             asked = self._asked[0]
-            if self._version >= asked.step - 1 - patience:
+            if self._version >= oldest_version(asked.step, patience):
                 self._asked.popleft()
                 self._newest = asked.step
                 self._step(asked.step).is_open = True

@@ -5,8 +5,9 @@ Standard deviations are population ones (divide by n). A group may be smaller th
 unscored samples are dropped; a group of one has nothing to compare with and gets advantage 0, except in REINFORCE++,
 whose baseline is the whole batch. Equal rewards give advantages of exactly 0.
 
-Invariant: the loss of an update is the sum over its tokens of weight x token loss, with weights from the whole update,
-so micro-batching and packing cannot change it.
+Invariant: the loss of an update is the sum over its tokens of weight x token loss, divided by one total of the whole
+update. A weight depends on its own sample only, so gradient sums can begin before the update's last sample is known,
+and micro-batching and packing cannot change them.
 """
 
 from __future__ import annotations
@@ -82,18 +83,19 @@ ALGORITHMS: dict[str, Recipe] = {
 }
 
 
-def token_weights(lengths: Sequence[int], aggregation: Aggregation, max_new_tokens: int) -> list[float]:
-    """Weight of EACH token of each sample of one update, from the samples' response lengths in tokens.
+def token_weight(length: int, aggregation: Aggregation, max_new_tokens: int) -> float:
+    """Weight of EACH token of a sample with so many response tokens, before the division by `update_total`.
 
-    token_mean: every token alike, summing to 1. sequence_mean: every sample alike, summing to 1. constant: every token
-    1 / (samples x max_new_tokens), so that a long answer is neither favoured nor spared.
+    token_mean: every token alike. sequence_mean: every sample alike. constant: every token 1 / max_new_tokens, so that
+    a long answer is neither favoured nor spared.
     """
-    assert all(length > 0 for length in lengths), "a sample without response tokens has no weight"
-    if aggregation == "token_mean":
-        return [1.0 / sum(lengths)] * len(lengths)
-    if aggregation == "sequence_mean":
-        return [1.0 / (len(lengths) * length) for length in lengths]
-    return [1.0 / (len(lengths) * max_new_tokens)] * len(lengths)
+    assert length > 0, "a sample without response tokens has no weight"
+    return {"token_mean": 1.0, "sequence_mean": 1.0 / length, "constant": 1.0 / max_new_tokens}[aggregation]
+
+
+def update_total(lengths: Sequence[int], aggregation: Aggregation) -> float:
+    """What the weighted sum over an update is divided by: its response tokens for token_mean, else its samples."""
+    return float(sum(lengths) if aggregation == "token_mean" else len(lengths))
 
 
 def learning_rate(training: Training, step: int) -> float:

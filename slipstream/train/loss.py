@@ -121,10 +121,24 @@ def merge_metrics(into: Metrics, new: Mapping[str, tuple[Tensor, float]]) -> Non
             into[name] = (into[name][0] + value, into[name][1] + weight)
 
 
-def mean_metrics(metrics: Metrics) -> dict[str, float]:
+def summed_metrics(metrics: Metrics) -> dict[str, tuple[float, float]]:
     """The pairs as numbers; waits for the device once."""
     values = torch.stack([value.float() for value, _ in metrics.values()]).tolist()
-    return {name: value / weight for (name, (_, weight)), value in zip(metrics.items(), values, strict=True)}
+    return {name: (value, weight) for (name, (_, weight)), value in zip(metrics.items(), values, strict=True)}
+
+
+def mean_metrics(parts: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """What all parts come to; a part need not have every name."""
+    named: dict[str, list[tuple[float, float]]] = {}
+    for part in parts:
+        for name, pair in part.items():
+            named.setdefault(name, []).append(pair)
+    return {
+        name: max(value for value, _ in pairs)
+        if name.endswith("_max")
+        else sum(value for value, _ in pairs) / sum(weight for _, weight in pairs)
+        for name, pairs in named.items()
+    }
 
 
 def _k3(log_ratio_N: Tensor) -> Tensor:

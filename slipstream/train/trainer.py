@@ -1,21 +1,21 @@
 """The optimizer of one policy: samples in, updated weights and metrics out. Knows per-token numbers, no algorithm.
 
-Owns AdamW's state and the step count; not the rollouts, nor when to save. Master weights and moments are float32; the
-forward may run in bfloat16 under autocast. The model stays in the mode it came in (no dropout: the ratio to the
-engine's probabilities wants one function).
+Owns AdamW's state, the step count and which samples are computed together; not the forward (`policy.py`), the rollouts,
+nor when to save. Master weights and moments are float32. With several ranks all are given the same samples and make the
+same micro-batches of them; they are dealt in turn, one to each rank a round.
 
-Invariants: the weights never take a step from a loss or gradient that is not finite; micro-batch size and packing do
-not change an update beyond rounding; state_dict, load_state_dict and the same samples give the same bits on a CPU, and
-on a GPU if the recipe asks for it.
-Axes: T packed tokens, N response tokens, D hidden.
+Invariants: the weights never take a step from a loss or gradient that is not finite; micro-batch size, packing, the
+order of groups and the number of ranks do not change an update beyond rounding; state_dict, load_state_dict and the
+same samples in the same order, fed together or apart, give the same bits on a CPU, and on a GPU if the recipe asks for
+it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -24,46 +24,53 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.config import Algorithm, Training
-from slipstream.models.packed import document_hidden
-from slipstream.models.precision import resolve_precision
-from slipstream.train.algorithms import ALGORITHMS, learning_rate, token_weights
-from slipstream.train.loss import Metrics, logprobs_and_entropy, mean_metrics, merge_metrics, policy_loss
-from slipstream.train.packing import document_tokens, pack, plan_micro_batches
+from slipstream.train.algorithms import learning_rate, update_total
+from slipstream.train.loss import Metrics, mean_metrics, merge_metrics, summed_metrics
+from slipstream.train.packing import StreamPacker, document_tokens, in_rounds, plan_micro_batches
+from slipstream.train.policy import MicroBatch, NonFiniteLoss, Pair, Policy, Where
+from slipstream.train.ranks import Ranks
+from slipstream.train.sharding import cut_like, whole, whole_on_first
 from slipstream.types import TrainSample
 
-Pair = tuple[Sequence[int], Sequence[int]]
-"""Prompt token ids and response token ids."""
+Stage = Literal["supervised", "policy"]
+Progress = Callable[[int, int], None]
+"""Told (done, total): response tokens that have given their gradient, and those that the step was given so far."""
 
 
-class NonFiniteLoss(ArithmeticError):
-    """A loss or gradient was NaN or infinite. The weights are as they were before the update that failed."""
+@dataclass(slots=True)
+class _Sums:
+    """Gradient sums of one update under way."""
 
-    def __init__(self, what: str, during: str, uids: Sequence[str], lr_setting: str) -> None:
-        shown = ", ".join(uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
-        super().__init__(
-            f"{what} is not finite in {during}, samples {shown}; the optimizer was not stepped. "
-            f"Try a lower {lr_setting}, a lower train.max_grad_norm or train.precision=float32"
-        )
-        self.uids = tuple(uids)
+    packer: StreamPacker[TrainSample]
+    """Holds back what does not fill a micro-batch yet."""
+    old: Mapping[str, Tensor] | None
+    """By uid, the log-probabilities before the step. None: they are the current ones, and come with the forward."""
+    metrics: Metrics = field(default_factory=dict)
+    round_of: list[list[TrainSample]] = field(default_factory=list)
+    """Micro-batches that wait until there is one for each rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Some of an update's samples on the device."""
+@dataclass(slots=True)
+class _OpenStep:
+    """A step between its begin and its end."""
 
-    members: list[int]
-    """Which samples, by index."""
-    token_ids_T: Tensor
-    lengths: list[int]
-    positions_N: Tensor
-    targets_N: Tensor
-    response_lengths: list[int]
+    sums: _Sums
+    """Of its only update; with several, its packer fills the forwards that give `old`."""
+    old: dict[str, Tensor] = field(default_factory=dict)
+    samples: list[TrainSample] = field(default_factory=list)
+    num_done: int = 0
+    """Response tokens that have given their gradient."""
 
-    def spread(self, values: Sequence[float]) -> Tensor:
-        """One value of each of the update's samples, repeated for each response token of those in here."""
-        pairs = zip(self.members, self.response_lengths, strict=True)
-        flat = [values[member] for member, length in pairs for _ in range(length)]
-        return torch.tensor(flat, dtype=torch.float32, device=self.targets_N.device)
+    def told_to(self, on_progress: Progress | None) -> Callable[[int], None]:
+        """What to call with the tokens of each micro-batch."""
+        total = sum(len(sample.response_ids) for sample in self.samples)
+
+        def advance(num_tokens: int) -> None:
+            self.num_done += num_tokens
+            if on_progress is not None:
+                on_progress(self.num_done, total)
+
+        return advance
 
 
 class Trainer:
@@ -75,30 +82,30 @@ class Trainer:
         *,
         temperature: float,
         max_new_tokens: int,
+        ranks: Ranks | None = None,
     ) -> None:
+        """`model`: with several ranks it is sharded already."""
         if temperature <= 0 and training.steps > 0:
             raise ValueError("greedy rollouts have no probabilities to train on: set sampling.temperature above 0")
         # parameters() gives tied weights once.
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if any(parameter.dtype != torch.float32 for parameter in self.parameters):
             raise ValueError("the trainer keeps float32 master weights: load its model with dtype float32")
-        self.model = model
-        self.reference: PreTrainedModel | None = None
-        """The model that algorithm.kl_coef pulls towards; to be set before the first step if that is above 0."""
-        self.on_hidden: Callable[[MicroBatch, Tensor], None] | None = None
-        """Is shown the hidden states of every forward of the policy that has a gradient: each sample's once a step."""
-        self.training, self.algorithm = training, algorithm
-        self.temperature, self.max_new_tokens = temperature, max_new_tokens
-        self.recipe = ALGORITHMS[algorithm.name]
-        self.clip_low = self.recipe.clip_low if algorithm.clip_low is None else algorithm.clip_low
-        self.clip_high = self.recipe.clip_high if algorithm.clip_high is None else algorithm.clip_high
-        self.aggregation = self.recipe.aggregation if algorithm.aggregation == "auto" else algorithm.aggregation
-        self.device = self.parameters[0].device
+        self.model, self.training, self.ranks = model, training, ranks or Ranks()
+        self.policy = Policy(
+            model,
+            training,
+            algorithm,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            ranks=self.ranks,
+        )
+        self.device = self.policy.device
         if training.deterministic and self.device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it before it promises anything
-        self.dtype = resolve_precision(training.precision, self.device)
         self.steps_done = 0
-        self.stage: Literal["supervised", "policy"] = "policy"
+        self._open: _OpenStep | None = None
+        self.stage: Stage = "policy"
         # Decay pulls matrices towards zero; a norm's gain or a bias has no business there.
         self.optimizer = torch.optim.AdamW(
             [
@@ -110,130 +117,228 @@ class Trainer:
             fused=self.device.type in ("cpu", "cuda"),
         )
 
-    def step(
-        self, samples: Sequence[TrainSample], on_progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, float]:
-        """One RL step: `updates_per_step` optimizer updates, each on its share of the groups, in the given order.
+    @property
+    def reference(self) -> PreTrainedModel | None:
+        """The model that algorithm.kl_coef pulls towards; to be set before the first step if that is above 0."""
+        return self.policy.reference
 
-        on_progress(done, total) counts response tokens that have given their gradient. Metrics of tokens (entropy,
-        mismatch) are means over the samples that were computed, see `_teaching`.
-        """
-        if not samples:
-            raise ValueError("a step needs at least one sample")
-        self._enter("policy")
+    @reference.setter
+    def reference(self, model: PreTrainedModel | None) -> None:
+        self.policy.reference = model
+
+    @property
+    def on_hidden(self) -> Callable[[MicroBatch, Tensor], None] | None:
+        """Is shown the hidden states of every forward of the policy that has a gradient: each sample's once a step, on
+        the rank that computes it."""
+        return self.policy.on_hidden
+
+    @on_hidden.setter
+    def on_hidden(self, show: Callable[[MicroBatch, Tensor], None] | None) -> None:
+        self.policy.on_hidden = show
+
+    def step(self, samples: Sequence[TrainSample], on_progress: Progress | None = None) -> dict[str, float]:
+        """One RL step of samples that are all there, with the bits of one that was fed its groups in this order."""
+        self.begin_step()
+        self.feed(samples, on_progress)
+        return self.finish_step(on_progress)
+
+    def begin_step(self) -> None:
+        """From here to `finish_step` groups are fed as they are scored."""
+        assert self._open is None, "a step is under way: finish_step or abandon_step comes first"
+        self.optimizer.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        updates = split_by_group(samples, self.training.updates_per_step)
-        # With one update the old policy is the current one, so its log-probabilities come with the forward.
-        old = self.logprobs_of(samples) if len(updates) > 1 else {}
-        lr = learning_rate(self.training, self.steps_done)
-        total, done = sum(len(sample.response_ids) for sample in samples), 0
-        metrics: Metrics = {}
-        for update in updates:
-            with self._as_promised():
-                for part, num_tokens in self.accumulate_gradients(update, old):
-                    merge_metrics(metrics, part)
-                    done += num_tokens
-                    if on_progress is not None:
-                        on_progress(done, total)
+        self._open = _OpenStep(self._no_sums(None))
+
+    def feed(self, samples: Sequence[TrainSample], on_progress: Progress | None = None) -> None:
+        """Whole groups, with their advantages. Adds the gradient of every micro-batch that is full; the rest waits.
+
+        With several updates it only computes the log-probabilities before the step: which groups share an update is
+        known when all are there. After an exception the step is abandoned.
+        """
+        step = self._opened()
+        with self._or_abandon(), self._as_promised():
+            step.samples += samples
+            full = self._full(step.sums.packer, samples)
+            if self.training.updates_per_step == 1:
+                self._add_gradients(step.sums, full, step.told_to(on_progress))
+            else:
+                self._add_old(step, in_rounds(step.sums.round_of, full, self.ranks.size))
+
+    def finish_step(self, on_progress: Progress | None = None) -> dict[str, float]:
+        """`updates_per_step` optimizer updates, each on its share of the groups in the order they were fed.
+
+        Metrics of tokens (entropy, mismatch) are means over the samples that were computed, see `_teaches`.
+        """
+        step = self._opened()
+        with self._or_abandon(), self._as_promised():
+            if not step.samples:
+                raise ValueError("a step needs at least one sample")
+            assert len({sample.uid for sample in step.samples}) == len(step.samples), "a sample was fed twice"
+            several = self.training.updates_per_step > 1
+            updates = split_by_group(step.samples, self.training.updates_per_step)
+            if several:
+                idle = [update[:1] for update in updates if not any(map(self.policy.teaches, update))]
+                rest = [*step.sums.packer.rest(), *idle]
+                self._add_old(step, in_rounds(step.sums.round_of, rest, self.ranks.size, is_last=True))
+            self._enter("policy")
+            lr = learning_rate(self.training, self.steps_done)
+            metrics: Metrics = {}
+            advance = step.told_to(on_progress)
+            for update in updates:
+                if several:
+                    merge_metrics(metrics, self.accumulate_gradients(update, step.old, advance))
+                else:
+                    merge_metrics(metrics, self._conclude(step.sums, update, advance))
                 norm = self._update(lr, [sample.uid for sample in update])
-            one_update: Metrics = {"actor/pg_loss": (torch.zeros_like(norm), 1.0), "actor/grad_norm": (norm, 1.0)}
-            merge_metrics(metrics, one_update)
-        if on_progress is not None:
-            on_progress(total, total)
+                merge_metrics(metrics, {"actor/grad_norm": (norm, 1.0)})
+        advance(sum(len(sample.response_ids) for sample in step.samples) - step.num_done)
+        self._open = None
         self.steps_done += 1
-        named = {**mean_metrics(metrics), "actor/lr": lr}
         if self.device.type == "cuda":
-            named["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+            allocated = torch.tensor(torch.cuda.max_memory_allocated(self.device) / 1e9)
+            metrics["perf/allocated_gb_max"] = (allocated.to(self.device), 1.0)
+        named = {**self._told(metrics), "actor/lr": lr}
+        if "perf/allocated_gb_max" in named:
+            named["perf/max_memory_allocated_gb"] = named.pop("perf/allocated_gb_max")
         return named
+
+    def abandon_step(self) -> None:
+        """Forget what was fed since `begin_step`: weights, moments and counters stay as they are."""
+        self._open = None
+        self.optimizer.zero_grad(set_to_none=True)
 
     def skip_step(self) -> None:
         """Count a step that had nothing to train on: the weights stay, the learning-rate schedule goes on."""
         self.steps_done += 1
 
+    def _opened(self) -> _OpenStep:
+        assert self._open is not None, "no step is under way: begin_step comes first"
+        return self._open
+
+    @contextmanager
+    def _or_abandon(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.abandon_step()
+            raise
+
+    def _no_sums(self, old: Mapping[str, Tensor] | None) -> _Sums:
+        return _Sums(StreamPacker(self.training.micro_batch_tokens), old)
+
+    def _full(self, packer: StreamPacker[TrainSample], samples: Sequence[TrainSample]) -> Iterator[list[TrainSample]]:
+        """Micro-batches that these samples complete."""
+        for sample in filter(self.policy.teaches, samples):
+            members = packer.add(sample, document_tokens(sample.prompt_ids, sample.response_ids))
+            if members is not None:
+                yield members
+
+    def _rest(self, packer: StreamPacker[TrainSample], update: Sequence[TrainSample]) -> list[list[TrainSample]]:
+        """Micro-batches of an update that did not fill."""
+        if not any(map(self.policy.teaches, update)):
+            return [[update[0]]]  # one gives the zero gradient with which AdamW's momentum goes on
+        return packer.rest()
+
+    def _add_old(self, step: _OpenStep, rounds: Iterable[list[list[TrainSample]]]) -> None:
+        for round_of in rounds:
+            mine = self.policy.logprobs_by_uid(self.ranks.share_of(round_of))
+            for part in self.ranks.gather(mine if self.ranks.size == 1 else _on_host(mine)):
+                step.old |= {uid: logprobs_N.to(self.device) for uid, logprobs_N in part.items()}
+
     def accumulate_gradients(
-        self, update: Sequence[TrainSample], old: dict[str, Tensor]
-    ) -> Iterator[tuple[Metrics, int]]:
-        """Add the gradient of the update's loss; yields each micro-batch's metrics and its number of response tokens.
+        self,
+        update: Sequence[TrainSample],
+        old: Mapping[str, Tensor] | None,
+        on_tokens: Callable[[int], None] = lambda num_tokens: None,
+    ) -> Metrics:
+        """Add the gradient of the loss of one update whose samples are all there. For `old` see `_Sums`."""
+        sums = self._no_sums(old)
+        self._add_gradients(sums, self._full(sums.packer, update), on_tokens)
+        return self._conclude(sums, update, on_tokens)
 
-        `old` maps uids to the log-probabilities before the step; empty: they are the current ones.
-        """
-        lengths = [len(sample.response_ids) for sample in update]
-        weights = token_weights(lengths, self.aggregation, self.max_new_tokens)
-        teaching = self._teaching(update)
-        update, weights = [update[index] for index in teaching], [weights[index] for index in teaching]
-        advantages = [sample.advantage for sample in update]
-        for batch in self._micro_batches([(sample.prompt_ids, sample.response_ids) for sample in update]):
-            members = [update[index] for index in batch.members]
-            behaviour = [value for sample in members for value in sample.behaviour_logprobs]
-            assert len(behaviour) == len(batch.targets_N), f"behaviour log-probabilities do not match: {members[0].uid}"
-            ref_logprobs_N = None
-            if self.algorithm.kl_coef > 0:
-                assert self.reference is not None, "algorithm.kl_coef > 0, and trainer.reference was not set"
-                with torch.no_grad():
-                    ref_logprobs_N, _ = self._logprobs(self.reference, batch, self.temperature)
-            logprobs_N, entropy_N = self._logprobs(self.model, batch, self.temperature)
-            loss, metrics = policy_loss(
-                logprobs_N,
-                old_logprobs_N=torch.cat([old[s.uid] for s in members]) if old else logprobs_N.detach(),
-                behaviour_logprobs_N=torch.tensor(behaviour, dtype=torch.float32, device=self.device),
-                advantages_N=batch.spread(advantages),
-                weights_N=batch.spread(weights),
-                lengths=batch.response_lengths,
-                recipe=self.recipe,
-                clip_low=self.clip_low,
-                clip_high=self.clip_high,
-                importance_cap=self.algorithm.importance_cap,
-                ref_logprobs_N=ref_logprobs_N,
-                kl_coef=self.algorithm.kl_coef,
-            )
-            metrics["actor/entropy"] = (entropy_N.sum(), float(len(entropy_N)))
-            self._backward(loss, logprobs_N, [sample.uid for sample in members], batch.response_lengths)
-            yield metrics, len(batch.targets_N)
+    def _conclude(self, sums: _Sums, update: Sequence[TrainSample], on_tokens: Callable[[int], None]) -> Metrics:
+        """Take in what is left, and make the gradient of the update's mean loss out of the sums."""
+        self._add_gradients(sums, self._rest(sums.packer, update), on_tokens, is_last=True)
+        total = update_total([len(sample.response_ids) for sample in update], self.policy.aggregation)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(total)
+        nothing = (torch.zeros((), device=self.device), 0.0)
+        loss, _ = sums.metrics.get("actor/pg_loss", nothing)
+        # The sum over the ranks is one update's.
+        return sums.metrics | {"actor/pg_loss": (loss / total, 1.0 if self.ranks.is_first else 0.0)}
 
-    def _teaching(self, update: Sequence[TrainSample]) -> list[int]:
-        """Samples that have a gradient. One whose advantage is 0 has none (every objective multiplies by it) unless
-        there is a KL penalty: its forward and backward are spared, its tokens still count in the weights."""
-        if self.algorithm.kl_coef > 0:
-            return list(range(len(update)))
-        with_advantage = [index for index, sample in enumerate(update) if sample.advantage != 0]
-        return with_advantage or [0]  # one gives the zero gradient with which AdamW's momentum goes on
+    def _add_gradients(
+        self,
+        sums: _Sums,
+        micro_batches: Iterable[list[TrainSample]],
+        on_tokens: Callable[[int], None],
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Add the gradients of weight x token loss, not divided yet by the update's total."""
+        for round_of in in_rounds(sums.round_of, micro_batches, self.ranks.size, is_last=is_last):
+            mine = self.ranks.share_of(round_of)
+            merge_metrics(sums.metrics, self.policy.add_gradient(mine, sums.old, self._where("policy")))
+            on_tokens(sum(len(sample.response_ids) for members in round_of for sample in members))
 
     def logprobs_of(self, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
         """Log-probabilities of each sample's response tokens under the current weights, by uid."""
-        found: dict[str, Tensor] = {}
-        with torch.no_grad():
-            for batch in self._micro_batches([(sample.prompt_ids, sample.response_ids) for sample in samples]):
-                logprobs_N, _ = self._logprobs(self.model, batch, self.temperature)
-                uids = [samples[index].uid for index in batch.members]
-                found.update(zip(uids, logprobs_N.split(batch.response_lengths), strict=True))
-        assert len(found) == len(samples), "two samples have the same uid"
-        return found
+        lengths = [document_tokens(sample.prompt_ids, sample.response_ids) for sample in samples]
+        plan = plan_micro_batches(lengths, self.training.micro_batch_tokens)
+        step = _OpenStep(self._no_sums(None))
+        batches = [[samples[index] for index in members] for members in plan]
+        self._add_old(step, in_rounds([], batches, self.ranks.size, is_last=True))
+        assert len(step.old) == len(samples), "two samples have the same uid"
+        return step.old
 
     def supervised_step(self, pairs: Sequence[Pair], lr: float) -> dict[str, float]:
         """One update on the mean cross-entropy of the response tokens, at temperature 1."""
         if not pairs:
             raise ValueError("a supervised step needs at least one pair")
+        assert self._open is None, "a step is under way: its gradients are in the way"
+        self.optimizer.zero_grad(set_to_none=True)
         self._enter("supervised")
         num_tokens = sum(len(response_ids) for _, response_ids in pairs)
         metrics: Metrics = {}
         with self._as_promised():
-            for batch in self._micro_batches(pairs):
-                logprobs_N, _ = self._logprobs(self.model, batch, 1.0)
-                loss = -logprobs_N.sum() / num_tokens
-                names = [f"pair {index}" for index in batch.members]
-                self._backward(loss, logprobs_N, names, batch.response_lengths)
-                merge_metrics(metrics, {"warmup/loss": (-logprobs_N.detach().sum(), float(len(logprobs_N)))})
+            lengths = [document_tokens(prompt_ids, response_ids) for prompt_ids, response_ids in pairs]
+            plan = plan_micro_batches(lengths, self.training.micro_batch_tokens)
+            for round_of in in_rounds([], plan, self.ranks.size, is_last=True):
+                mine = self.ranks.share_of(round_of)
+                merge_metrics(
+                    metrics,
+                    self.policy.add_supervised_gradient(
+                        None if mine is None else [pairs[index] for index in mine],
+                        [f"pair {index}" for index in mine or ()],
+                        num_tokens,
+                        self._where("supervised"),
+                    ),
+                )
             norm = self._update(lr, [f"pair {index}" for index in range(len(pairs))])
-        return {**mean_metrics({**metrics, "warmup/grad_norm": (norm, 1.0)}), "warmup/lr": lr}
+        return {**self._told({**metrics, "warmup/grad_norm": (norm, 1.0)}), "warmup/lr": lr}
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer and the counters; the weights are the model's to save."""
-        return {"optimizer": self.optimizer.state_dict(), "steps_done": self.steps_done, "stage": self.stage}
+        """The optimizer and the counters; the weights are the model's to save. Of whole tensors, so that any number of
+        ranks can go on from it; only the first rank gets them."""
+        optimizer = self.optimizer.state_dict()
+        if self.ranks.size > 1:
+            optimizer = whole_on_first(optimizer, self.ranks)
+        return {"optimizer": optimizer, "steps_done": self.steps_done, "stage": self.stage}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What any number of ranks saved; every rank is given all of it."""
         settings = [(group["betas"], group["weight_decay"]) for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
+        optimizer = state["optimizer"]
+        if self.ranks.size > 1:
+            by_number = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            cut = {
+                number: {key: cut_like(value, by_number[number]) for key, value in moments.items()}
+                for number, moments in optimizer["state"].items()
+            }
+            optimizer = optimizer | {"state": cut}
+        self.optimizer.load_state_dict(optimizer)
         # torch restores the saved run's settings too; a recipe changed for the resumed run must win.
         for group, (betas, weight_decay) in zip(self.optimizer.param_groups, settings, strict=True):
             group["betas"], group["weight_decay"] = betas, weight_decay
@@ -256,56 +361,37 @@ class Trainer:
         finally:
             torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
-    def _enter(self, stage: Literal["supervised", "policy"]) -> None:
+    def _enter(self, stage: Stage) -> None:
+        """Before an update."""
         # Moments of one loss are the wrong scale for the other's first steps.
         if stage != self.stage:
             self.optimizer.state.clear()
             self.stage = stage
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _micro_batches(self, pairs: Sequence[Pair]) -> Iterator[MicroBatch]:
-        lengths = [document_tokens(prompt_ids, response_ids) for prompt_ids, response_ids in pairs]
-        for members in plan_micro_batches(lengths, self.training.micro_batch_tokens):
-            packed = pack([pairs[index] for index in members])
-            flat = (packed.token_ids_T, packed.positions_N, packed.targets_N)
-            token_ids_T, positions_N, targets_N = (torch.tensor(ids, device=self.device) for ids in flat)
-            yield MicroBatch(members, token_ids_T, packed.lengths, positions_N, targets_N, packed.response_lengths)
-
-    def _logprobs(self, model: PreTrainedModel, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        # One autocast context for each forward: casts cached under no_grad would cut the gradient of a later forward.
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            hidden_TD = document_hidden(model, batch.token_ids_T, batch.lengths)
-            if self.on_hidden is not None and model is self.model and torch.is_grad_enabled():
-                self.on_hidden(batch, hidden_TD.detach())
-            return logprobs_and_entropy(
-                model, hidden_TD[batch.positions_N], batch.targets_N, temperature, self.training.logprob_chunk_tokens
-            )
-
-    def _backward(self, loss: Tensor, logprobs_N: Tensor, uids: Sequence[str], lengths: list[int]) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-        # Asked after the backward is under way: the answer waits for the device.
-        if not torch.isfinite(loss):
-            self.optimizer.zero_grad(set_to_none=True)
-            parts = zip(uids, logprobs_N.detach().split(lengths), strict=True)
-            culprits = [uid for uid, part in parts if not torch.isfinite(part).all()]
-            raise self._non_finite("the loss", culprits or uids)
 
     def _update(self, lr: float, uids: Sequence[str]) -> Tensor:
         """Clip, step, and forget the gradients; gives the norm before clipping."""
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm)
+        norm = whole(nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm))
         if not torch.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise self._non_finite("the gradient", uids)
+            raise NonFiniteLoss("the gradient", self._where(self.stage), uids)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def _non_finite(self, what: str, uids: Sequence[str]) -> NonFiniteLoss:
-        if self.stage == "supervised":
-            return NonFiniteLoss(what, "a warm-start step", uids, "warmup.lr")
-        return NonFiniteLoss(what, f"step {self.steps_done + 1}", uids, "train.lr")
+    def _where(self, stage: Stage) -> Where:
+        if stage == "supervised":
+            return Where("a warm-start step", "warmup.lr")
+        return Where(f"step {self.steps_done + 1}", "train.lr")
+
+    def _told(self, metrics: Metrics) -> dict[str, float]:
+        """Metrics of all ranks as numbers; waits for the device."""
+        return mean_metrics(self.ranks.gather(summed_metrics(metrics)))
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def split_by_group(samples: Sequence[TrainSample], num_updates: int) -> list[list[TrainSample]]:

@@ -1,0 +1,99 @@
+"""What the processes of a run do: each builds its plain worker from the recipe, then obeys its pipe.
+
+A fault that comes from the work itself (a model that gives no numbers, a full disk) is told as it is before the process
+ends; whoever dies without a word was killed.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from slipstream.config import Config
+from slipstream.engine.measure import speed_points
+from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.precision import resolve_precision, use_batch_invariant_products
+from slipstream.models.weights import cast_weights
+from slipstream.runtime.drafting import remembers, settle_source
+from slipstream.runtime.engines import choose_device, engine_around
+from slipstream.runtime.processes import Pipe, PipeClosed
+from slipstream.runtime.rollout_messages import Broke, Here
+from slipstream.runtime.rollout_worker import TELL_S, PastTexts, RolloutWorker
+from slipstream.runtime.trainer_messages import TrainerBroke, TrainerReady
+from slipstream.runtime.trainer_worker import TrainerWorker
+from slipstream.stream.editions import RefusedWeights, VersionMissing
+from slipstream.stream.publisher import Publisher
+from slipstream.stream.receiver import Receiver
+from slipstream.train.checkpoint import load_checkpoint
+from slipstream.train.trainer import Trainer
+
+WAIT_S = 3600.0
+"""A trainer with nothing to do; whatever is said ends the wait."""
+
+
+def sample_in_process(pipe: Pipe, config: Config, weights_folder: Path, name: str) -> None:
+    """The recipe's model tells the shape; weights come from `weights_folder`."""
+
+    def work() -> None:
+        device = choose_device(config.device)
+        if device.type == "cuda" and config.engine.exact:
+            use_batch_invariant_products()
+        model = load_model(config.model, dtype=torch.float32, device=device, seed=config.seed).requires_grad_(False)
+        cast_weights(model, resolve_precision(config.engine.dtype, device))
+        past = PastTexts()
+        remembered = past.of_prompt if remembers(settle_source(config, device)) else None
+        engine = engine_around(model, config, load_tokenizer(config.model), device, remembered)
+        slots = config.engine.max_sequences
+        points = speed_points(engine, slots, config.max_length)
+        worker = RolloutWorker(engine, Receiver(weights_folder, name), past, pipe.say)
+        pipe.say(Here(slots, points))
+        while not worker.is_leaving:
+            for message in pipe.hear(0.0 if worker.has_work else TELL_S):
+                worker.obey(message)
+            worker.step()
+
+    _work_or_tell(work, lambda error, text: pipe.say(Broke(text)))
+
+
+def train_in_process(pipe: Pipe, config: Config, checkpoint_folder: Path, weights_folder: Path) -> None:
+    """From a checkpoint, which holds the weights and all that the optimizer knows."""
+
+    def work() -> None:
+        device = choose_device(config.device)
+        if device.type == "cuda" and config.engine.exact:
+            use_batch_invariant_products()
+        source = str(checkpoint_folder)
+        checkpoint = load_checkpoint(checkpoint_folder)
+        trainer = Trainer(
+            load_model(source, dtype=torch.float32, device=device),
+            config.train,
+            config.algorithm,
+            temperature=config.sampling.temperature,
+            max_new_tokens=config.sampling.max_new_tokens,
+        )
+        trainer.load_state_dict(checkpoint.trainer_state)
+        if config.algorithm.kl_coef > 0:
+            trainer.reference = load_model(str(config.run.dir / "reference"), dtype=torch.float32, device=device).eval()
+        publisher = Publisher(weights_folder, dtype=resolve_precision(config.engine.dtype, device))
+        tokenizer = load_tokenizer(source)
+        worker = TrainerWorker(trainer, tokenizer, config.run.dir, config.run.keep_last, publisher, pipe.say)
+        pipe.say(TrainerReady(checkpoint.step))
+        while True:
+            for message in pipe.hear(WAIT_S):
+                worker.obey(message)
+
+    _work_or_tell(work, lambda error, text: pipe.say(TrainerBroke(type(error).__name__, text)))
+
+
+def _work_or_tell(work: Callable[[], None], tell: Callable[[Exception, str], None]) -> None:
+    try:
+        work()
+    except (PipeClosed, VersionMissing, RefusedWeights):
+        raise  # another process in its place may fare better
+    except Exception as error:
+        traceback.print_exc()
+        tell(error, str(error) or type(error).__name__)
+        raise SystemExit(1) from error

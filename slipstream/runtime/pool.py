@@ -1,0 +1,308 @@
+"""Rollout workers and what they sample: carries out what `schedule.fleet.Fleet` wants, and tells it what happens.
+
+Owns the workers' links, the tokens known of each rollout, and which weights each worker has. Decides nothing about who
+samples what. Invariants, asserted by `tests/test_runtime_pool.py`: each rollout that was asked for ends exactly once,
+whichever workers are lost or hang meanwhile, with the tokens that an undisturbed worker would have given it; a worker
+samples nothing before it has the newest weights that were given out, and none with other content than was published;
+one that is lost is started again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from slipstream.draft.shelves import Text
+from slipstream.engine.sequences import PartialRollout
+from slipstream.engine.strategy import DraftCounts
+from slipstream.runtime.rollout_messages import (
+    Beat,
+    Broke,
+    Ended,
+    GiveBack,
+    GivenBack,
+    GoOn,
+    Grown,
+    HasWeights,
+    Here,
+    SampleGroup,
+    Spent,
+    TakeWeights,
+)
+from slipstream.schedule.events import (
+    CloseStep,
+    FleetEvent,
+    HandedBack,
+    RolloutEnded,
+    RolloutsAsked,
+    Sample,
+    TakeBack,
+    WeightsLive,
+    WorkerJoined,
+    WorkerLeft,
+)
+from slipstream.schedule.fleet import Fleet
+from slipstream.schedule.rules import Rules
+from slipstream.types import Request, Rollout, WeightVersion
+
+START_S = 600.0
+"""A worker that has not said that it is here by then hangs."""
+MAX_LOSSES = 5
+"""Workers lost one after the other without a rollout that ended in between: then something else is wrong."""
+
+
+class WorkerLink(Protocol):
+    """The end of a worker's link that is here, as `processes.Link` has it."""
+
+    name: str
+    connection: Connection
+
+    @property
+    def is_gone(self) -> bool: ...
+    @property
+    def pid(self) -> int: ...
+    def send(self, message: object) -> None: ...
+    def receive(self) -> list[Any]: ...
+    def how_it_ended(self) -> str: ...
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class WorkerBroke(RuntimeError):
+    """A process of the run ended by an error of its own, or could not be kept alive; the message names its log."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    link: WorkerLink
+    heard_s: float
+    here: Here | None = None
+    version: WeightVersion | None = None
+    has_joined: bool = False
+    """The fleet knows of it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A rollout that has not ended."""
+
+    request: Request
+    past: tuple[Text, ...]
+    worker: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    first_version: int = -1
+
+    def partial(self) -> PartialRollout:
+        return PartialRollout(self.request, tuple(self.token_ids), tuple(self.logprobs), self.first_version)
+
+
+class Pool:
+    def __init__(
+        self,
+        rules: Rules,
+        names: Sequence[str],
+        start: Callable[[str], WorkerLink],
+        *,
+        silence_s: float,
+        note: Callable[[FleetEvent], None] = lambda event: None,
+        say: Callable[[str], None] = lambda line: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`start`: a new process for the worker of this name. `note`: is told of workers that come and go."""
+        self._fleet = Fleet(rules)
+        self._start, self._silence_s, self._note, self._say, self._clock = start, silence_s, note, say, clock
+        self._workers = {name: _Worker(start(name), clock()) for name in names}
+        self._rollouts: dict[str, _Asked] = {}
+        self._asked: dict[int, list[tuple[_Asked, str]]] = {}
+        """By step: what was asked for since the last `advance`."""
+        self._ended: list[Rollout] = []
+        self._wanted: WeightVersion | None = None
+        self.live = -1
+        """The newest version that all workers have."""
+        self._num_losses = 0
+        self.num_lost = 0
+        """Workers lost since the start."""
+        self.num_resumed = 0
+        """Rollouts that went on, from the tokens they had, after their worker was lost."""
+        self._spent = Spent()
+        self._drafts = DraftCounts()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._rollouts or self._asked)
+
+    @property
+    def connections(self) -> list[Connection]:
+        """Where something will be heard."""
+        return [worker.link.connection for worker in self._workers.values()]
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: worker.link.pid for name, worker in self._workers.items()}
+
+    def ask(self, step: int, prompt_key: str, requests: Sequence[Request], past: Sequence[Text] = ()) -> None:
+        """Rollouts of one prompt. What is asked for between two calls of `advance` is shared out together."""
+        for request in requests:
+            asked = self._rollouts[request.uid] = _Asked(request, tuple(past))
+            self._asked.setdefault(step, []).append((asked, prompt_key))
+
+    def give_weights(self, version: WeightVersion) -> None:
+        """To all workers, before anything that is asked for later."""
+        self._wanted = version
+        for worker in self._workers.values():
+            if worker.here is not None:
+                worker.link.send(TakeWeights(version.number))
+
+    def advance(self) -> list[Rollout]:
+        """What has ended by now. Does not wait."""
+        for step, asked in sorted(self._asked.items()):
+            self._tell(RolloutsAsked(step, tuple((one.request.uid, prompt_key) for one, prompt_key in asked)))
+        self._asked.clear()
+        for name, worker in list(self._workers.items()):
+            for message in worker.link.receive():
+                self._hear(name, worker, message)
+            self._look_after(name, worker)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_spent(self) -> Spent:
+        """Seconds of all workers together since this was last asked."""
+        spent, self._spent = self._spent, Spent()
+        return spent
+
+    def take_drafts(self) -> DraftCounts:
+        drafts, self._drafts = self._drafts, DraftCounts()
+        return drafts
+
+    def take_forecasts(self) -> dict[str, float]:
+        """How good the forecasts of lengths were in the last step that was closed."""
+        metrics = self._fleet.forecast_metrics
+        newest = metrics.get(max(metrics), {}) if metrics else {}
+        metrics.clear()
+        return newest
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.link.close()
+
+    # What is heard.
+
+    def _hear(self, name: str, worker: _Worker, message: Any) -> None:
+        worker.heard_s = self._clock()
+        match message:
+            case Here():
+                worker.here = message
+                if self._wanted is not None:
+                    worker.link.send(TakeWeights(self._wanted.number))
+            case HasWeights():
+                self._see_weights(name, worker, message.version)
+            case Ended():
+                self._num_losses = 0
+                del self._rollouts[message.rollout.request.uid]
+                self._ended.append(message.rollout)
+                self._tell(RolloutEnded(message.rollout.request.uid, len(message.rollout.token_ids)))
+            case Grown():
+                for piece in message.pieces:
+                    self._add_tokens(piece)
+            case GivenBack():
+                asked = self._rollouts[message.partial.request.uid]
+                asked.token_ids, asked.logprobs = list(message.partial.token_ids), list(message.partial.logprobs)
+                asked.first_version = message.partial.first_version
+                self._tell(HandedBack(asked.request.uid, len(asked.token_ids)))
+            case Beat():
+                self._spent += message.spent
+                if message.drafts is not None:
+                    self._drafts.merge(message.drafts)
+            case Broke():
+                raise WorkerBroke(f"rollout worker {name}: {message.reason}\n{worker.link.how_it_ended()}")
+            case _:
+                raise AssertionError(f"{name} said {message!r}")
+
+    def _see_weights(self, name: str, worker: _Worker, version: WeightVersion) -> None:
+        wanted = self._wanted
+        assert wanted is not None
+        if version.number != wanted.number:
+            return  # newer ones are on their way to it
+        if version != wanted:
+            self._say(f"rollout worker {name} has other weights than were published ({version}, not {wanted})")
+            worker.link.kill()
+            return
+        worker.version = version
+        if not worker.has_joined:
+            assert worker.here is not None
+            worker.has_joined = True
+            self._tell(WorkerJoined(name, worker.here.slots, worker.here.points))
+        self._look_at_weights()
+
+    def _look_at_weights(self) -> None:
+        """Whether all that take part have the newest; one that is still starting gets them before it does."""
+        joined = [worker for worker in self._workers.values() if worker.has_joined]
+        if self._wanted is None or self.live >= self._wanted.number or not joined:
+            return
+        if all(worker.version == self._wanted for worker in joined):
+            self.live = self._wanted.number
+            self._tell(WeightsLive(self.live))
+
+    def _add_tokens(self, piece: PartialRollout) -> None:
+        asked = self._rollouts[piece.request.uid]
+        asked.token_ids += piece.token_ids
+        asked.logprobs += piece.logprobs
+        asked.first_version = piece.first_version
+
+    # Who is lost.
+
+    def _look_after(self, name: str, worker: _Worker) -> None:
+        silent_s = self._clock() - worker.heard_s
+        if not worker.link.is_gone and silent_s > (START_S if worker.here is None else self._silence_s):
+            self._say(f"rollout worker {name} has said nothing for {silent_s:.0f} s: it is killed")
+            worker.link.kill()
+        if not worker.link.is_gone:
+            return
+        for message in worker.link.receive():  # what it said before it went
+            self._hear(name, worker, message)
+        cause = worker.link.how_it_ended()
+        worker.link.close()
+        self._num_losses += 1
+        self.num_lost += 1
+        if self._num_losses > MAX_LOSSES:
+            raise WorkerBroke(f"{self._num_losses} workers were lost one after the other; the last: {cause}")
+        self._say(f"rollout worker {cause}\n{name} is started again; others go on with its rollouts")
+        self._workers[name] = _Worker(self._start(name), self._clock())
+        if not worker.has_joined:
+            return
+        lost = [asked for asked in self._rollouts.values() if asked.worker == name]
+        self.num_resumed += sum(bool(asked.token_ids) for asked in lost)
+        for asked in lost:
+            asked.worker = ""
+        self._tell(WorkerLeft(name, tuple((asked.request.uid, len(asked.token_ids)) for asked in lost)))
+        self._look_at_weights()
+
+    # The fleet.
+
+    def _tell(self, event: FleetEvent) -> None:
+        if isinstance(event, WorkerJoined | WorkerLeft):
+            self._note(event)
+        fresh: dict[tuple[str, str], list[_Asked]] = {}
+        for action in self._fleet.on_event(event, self._clock()):
+            match action:
+                case Sample():
+                    asked = self._rollouts[action.rollout]
+                    assert action.num_tokens == len(asked.token_ids)
+                    asked.worker = action.worker
+                    if asked.token_ids:
+                        self._workers[action.worker].link.send(GoOn(asked.partial(), asked.past))
+                    else:
+                        fresh.setdefault((action.worker, asked.request.group), []).append(asked)
+                case TakeBack():
+                    self._workers[action.worker].link.send(GiveBack(action.rollout))
+                case CloseStep():
+                    pass  # what a step is trained on is the scheduler's to say, which hears of rewards too
+                case _:
+                    raise AssertionError(f"no mode has rules with {action}")
+        for (name, _), group in fresh.items():
+            requests = tuple(asked.request for asked in group)
+            self._workers[name].link.send(SampleGroup(requests, group[0].past))

@@ -1,0 +1,155 @@
+"""An engine that does what messages say and reports what came of it. A plain class: it knows no process and no pipe.
+
+Messages are obeyed in the order they come, between two steps of the engine. Invariants: a rollout that was taken on is
+reported as ended or given back, once; weights that were asked for are there before anything later is sampled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from transformers import PreTrainedModel
+
+from slipstream.draft.shelves import Text
+from slipstream.engine.engine import Engine
+from slipstream.runtime.rollout_messages import (
+    Beat,
+    Ended,
+    FromRolloutWorker,
+    GiveBack,
+    GivenBack,
+    GoOn,
+    Grown,
+    HasWeights,
+    Leave,
+    SampleGroup,
+    Spent,
+    TakeWeights,
+    ToRolloutWorker,
+)
+from slipstream.types import Request, WeightVersion
+
+TELL_S = 0.5
+"""Between two reports of tokens and of time."""
+
+
+class WeightSource(Protocol):
+    """Where weights come from."""
+
+    def catch_up(self, model: PreTrainedModel, number: int) -> WeightVersion:
+        """Make the model that of this version."""
+        ...
+
+
+class PastTexts:
+    """What an engine's drafter may draft from, by prompt, as long as a rollout of that prompt is here."""
+
+    def __init__(self) -> None:
+        self._texts: dict[tuple[int, ...], tuple[Text, ...]] = {}
+        self._num_here: Counter[tuple[int, ...]] = Counter()
+
+    def of_prompt(self, prompt_ids: tuple[int, ...]) -> tuple[Text, ...]:
+        return self._texts.get(prompt_ids, ())
+
+    def take_in(self, request: Request, texts: tuple[Text, ...]) -> None:
+        self._num_here[request.prompt_ids] += 1
+        self._texts[request.prompt_ids] = texts
+
+    def let_go(self, request: Request) -> None:
+        self._num_here[request.prompt_ids] -= 1
+        if not self._num_here[request.prompt_ids]:
+            del self._num_here[request.prompt_ids], self._texts[request.prompt_ids]
+
+
+class RolloutWorker:
+    def __init__(
+        self,
+        engine: Engine,
+        weights: WeightSource,
+        past: PastTexts,
+        say: Callable[[FromRolloutWorker], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._weights, self._past, self._say, self._clock = engine, weights, past, say, clock
+        self._told: dict[str, int] = {}
+        """By rollout that is here: tokens of it that were reported, with those it came with."""
+        self._spent = Spent()
+        self._counted_s = self._told_s = clock()
+        self._computed = self._num_computed()
+        self.is_leaving = False
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    def obey(self, message: ToRolloutWorker) -> None:
+        self._count_idle()
+        match message:
+            case SampleGroup():
+                for request in message.requests:
+                    self._past.take_in(request, message.past)
+                    self._told[request.uid] = 0
+                self._engine.submit(message.requests)
+            case GoOn():
+                request = message.partial.request
+                self._past.take_in(request, message.past)
+                self._told[request.uid] = len(message.partial.token_ids)
+                self._engine.import_sequence(message.partial)
+            case GiveBack():
+                if message.uid in self._told:
+                    partial = self._engine.export_sequence(message.uid)
+                    self._let_go(partial.request)
+                    self._say(GivenBack(partial))
+            case TakeWeights():
+                version = self._engine.change_weights(lambda model: self._weights.catch_up(model, message.number))
+                self._spent += Spent(weights_s=self._lap())
+                self._say(HasWeights(version))
+            case Leave():
+                self.is_leaving = True
+
+    def step(self) -> None:
+        """One of the engine, if there is something to sample; and what is to be told by now."""
+        self._count_idle()
+        if self._engine.has_work:
+            ended = self._engine.step()
+            step_s, before = self._lap(), self._computed
+            self._computed = self._num_computed()
+            prefill, decode = (now - then for now, then in zip(self._computed, before, strict=True))
+            prefill_s = step_s * prefill / max(1, prefill + decode)
+            self._spent += Spent(prefill_s=prefill_s, decode_s=step_s - prefill_s)
+            for rollout in ended:
+                self._let_go(rollout.request)
+                self._say(Ended(rollout))
+        if self._clock() - self._told_s >= TELL_S:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told_s = self._clock()
+        grown = self._engine.grown_since(self._told)
+        if grown:
+            for piece in grown:
+                self._told[piece.request.uid] += len(piece.token_ids)
+            self._say(Grown(tuple(grown)))
+        drafts = self._engine.take_draft_counts() if self._engine.drafter is not None else None
+        self._say(Beat(self._spent, drafts))
+        self._spent = Spent()
+
+    def _let_go(self, request: Request) -> None:
+        del self._told[request.uid]
+        self._past.let_go(request)
+
+    def _num_computed(self) -> tuple[int, int]:
+        facts = self._engine.facts()
+        return facts.prefill_tokens, facts.decode_tokens
+
+    def _count_idle(self) -> None:
+        if not self._engine.has_work:
+            self._spent += Spent(idle_s=self._lap())
+
+    def _lap(self) -> float:
+        """Seconds since this was last asked."""
+        before, self._counted_s = self._counted_s, self._clock()
+        return self._counted_s - before

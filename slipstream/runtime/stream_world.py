@@ -1,0 +1,331 @@
+"""The real world where sampling and training have processes of their own: carries out the actions of
+`schedule.pipeline.Pipeline` with a pool of rollout workers, a process that trains, and a grader.
+
+Owns no decision, and computes nothing that takes long: it waits for whoever has something to say. Of each step that is
+under way there is a row of metrics, which `Record` writes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import wait
+from typing import Any
+
+from slipstream.config import Config
+from slipstream.history.store import HistoryStore
+from slipstream.observe.console import Advance, Console
+from slipstream.observe.loggers import MetricLog
+from slipstream.observe.metrics import rollout_metrics
+from slipstream.observe.report import write_report
+from slipstream.observe.store import RunStore
+from slipstream.observe.timeline import write_trace
+from slipstream.runtime.drafting import draft_metrics, past_texts, remember
+from slipstream.runtime.evaluation import EvaluationRound
+from slipstream.runtime.pool import Pool, WorkerBroke, WorkerLink
+from slipstream.runtime.rollouts import GradedGroup, OpenGroups, store_groups, train_samples
+from slipstream.runtime.trainer_messages import (
+    FeedSamples,
+    FinishStep,
+    Progress,
+    PublishWeights,
+    SaveState,
+    StateSaved,
+    StepFinished,
+    TrainerBroke,
+    TrainerReady,
+    WeightsPublished,
+)
+from slipstream.schedule.events import (
+    Action,
+    Evaluate,
+    Evaluated,
+    Event,
+    Feed,
+    Finish,
+    Generate,
+    GroupScored,
+    PushWeights,
+    Record,
+    Save,
+    Saved,
+    StepTrained,
+    StopAsked,
+    Train,
+    WeightsLive,
+)
+from slipstream.schedule.order import PromptOrder
+from slipstream.tasks.grading import check_faults
+from slipstream.types import Prompt, Rollout, SamplingParams
+
+WAIT_S = 0.2
+"""For somebody to say something."""
+GRADING_WAIT_S = 0.01
+"""While groups are being graded, of which nobody says that it is done."""
+
+
+class TrainerLost(Exception):
+    """The process that trains was killed: the run goes on from its last checkpoint."""
+
+
+class StreamWorld:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        pool: Pool,
+        trainer: WorkerLink,
+        groups: OpenGroups,
+        history: HistoryStore | None,
+        prompts: Sequence[Prompt],
+        eval_sets: Mapping[str, Sequence[Prompt]],
+        stop_token_ids: tuple[int, ...],
+        store: RunStore,
+        log: MetricLog,
+        console: Console,
+        rows: dict[int, dict[str, float]],
+        kept_state: dict[str, Any],
+        stop_reason: Callable[[], str | None],
+    ) -> None:
+        """`rows`: metrics that are known already, by step. `kept_state`: goes into every checkpoint as it is."""
+        self._config = config
+        self._pool, self._trainer, self._groups, self._history = pool, trainer, groups, history
+        self._prompts, self._eval_sets = prompts, eval_sets
+        self._order = PromptOrder(len(prompts), config.seed)
+        self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
+        self._store, self._log, self._console = store, log, console
+        self._rows, self._kept_state, self._stop_reason = rows, kept_state, stop_reason
+        self._scored: dict[int, dict[int, GradedGroup]] = {}
+        """By step that is not trained, by position."""
+        self._fed: set[int] = set()
+        """Positions of the step in training."""
+        self._evaluation: EvaluationRound | None = None
+        self._pushed: tuple[int, float] | None = None
+        """The version that is on its way to the workers, and since when."""
+        self._asked_s: dict[int, float] = {}
+        self._sampled_s: dict[int, float] = {}
+        """By step: when its last rollout so far ended."""
+        self._recorded_s: float | None = None
+        self._evaluate_s = 0.0
+        self._bars: dict[str, tuple[ExitStack, Advance]] = {}
+        self._num_trained_on = 0
+        self._told_stop = False
+
+    def perform(self, action: Action) -> list[Event]:
+        match action:
+            case Generate():
+                self._generate(action)
+            case Feed():
+                self._feed(action.step, [action.position])
+            case Train():
+                self._train(action)
+            case PushWeights():
+                self._pushed = action.step, time.perf_counter()
+                self._trainer.send(PublishWeights(action.step))
+            case Evaluate():
+                self._evaluate(action)
+            case Record():
+                self._record(action)
+            case Save():
+                self._save(action)
+            case Finish():
+                raise AssertionError("the driver ends the run")
+        return []
+
+    def advance(self) -> list[Event]:
+        reason = self._stop_reason()
+        if reason is not None and not self._told_stop:
+            self._told_stop = True
+            self._console.note("stopping: saving a checkpoint first (Ctrl-C again: stop at once)")
+            return [StopAsked(reason)]
+        wait_s = GRADING_WAIT_S if self._groups.num_in_grading else WAIT_S
+        wait([self._trainer.connection, *self._pool.connections], wait_s)
+        facts = [fact for message in self._trainer.receive() for fact in self._hear_trainer(message)]
+        if self._trainer.is_gone:
+            facts += [fact for message in self._trainer.receive() for fact in self._hear_trainer(message)]
+            raise TrainerLost(self._trainer.how_it_ended())
+        for rollout in self._pool.advance():
+            self._collect(rollout)
+        facts += [fact for group in self._groups.graded(0.0) for fact in self._hear_grades(group)]
+        if self._pushed is not None and self._pool.live == self._pushed[0]:
+            step, since_s = self._pushed
+            self._pushed = None
+            self._row(step)["timing_s/update_weights"] = time.perf_counter() - since_s
+            facts.append(WeightsLive(step))
+        return facts
+
+    def close(self) -> None:
+        for name in list(self._bars):
+            self._close_bar(name)
+
+    # Sampling.
+
+    def _generate(self, action: Generate) -> None:
+        self._asked_s.setdefault(action.step, time.perf_counter())
+        prompt, num_samples = self._prompts[self._order.at(action.position)], self._config.train.samples_per_prompt
+        self._bar(f"step {action.step} rollout")(0, more_total=num_samples)
+        self._ask(action.step, f"{action.step}/{action.position}", prompt, num_samples, self._sampling)
+
+    def _ask(self, step: int, name: str, prompt: Prompt, num_samples: int, sampling: SamplingParams) -> None:
+        past = past_texts(self._history, prompt.token_ids) if self._history is not None else ()
+        self._pool.ask(step, prompt.key, self._groups.open(name, prompt, num_samples, sampling), past)
+
+    def _collect(self, rollout: Rollout) -> None:
+        name = rollout.request.group
+        if name.startswith("eval/"):
+            self._bar("evaluation")(1, tokens=len(rollout.token_ids))
+        else:
+            step = int(name.partition("/")[0])
+            self._sampled_s[step] = time.perf_counter()
+            self._bar(f"step {step} rollout")(1, tokens=len(rollout.token_ids))
+        self._groups.collect(rollout)
+
+    def _hear_grades(self, group: GradedGroup) -> list[Event]:
+        if group.name.startswith("eval/"):
+            if self._evaluation is not None:
+                self._evaluation.take(group)
+                return self._evaluated() if self._evaluation.is_done else []
+            return []
+        step, position = (int(part) for part in group.name.split("/"))
+        self._scored.setdefault(step, {})[position] = group
+        rewards = {result.reward for result in group.scored}
+        return [GroupScored(step, position, len(group.scored), len(group.unscored), len(rewards) > 1)]
+
+    # Evaluation, beside whatever is being sampled.
+
+    def _evaluate(self, action: Evaluate) -> None:
+        stop_ids = self._sampling.stop_token_ids
+        evaluation = EvaluationRound(self._config, self._eval_sets, step=action.step, stop_token_ids=stop_ids)
+        self._evaluation, self._evaluate_s = evaluation, time.perf_counter()
+        self._bar("evaluation")(0, more_total=evaluation.num_samples)
+        for name, prompt in evaluation.prompts.items():
+            # To the fleet it is work for the step that follows: nothing older is in its way.
+            self._ask(action.step + 1, name, prompt, evaluation.samples_per_prompt, evaluation.sampling)
+
+    def _evaluated(self) -> list[Event]:
+        evaluation, self._evaluation = self._evaluation, None
+        assert evaluation is not None
+        self._close_bar("evaluation")
+        row = self._row(evaluation.step)
+        row["timing_s/eval"] = time.perf_counter() - self._evaluate_s
+        for one in evaluation.results():
+            store_groups(self._store, evaluation.step, "eval", one.name, one.groups)
+            row |= one.metrics
+        self._console.eval_line(evaluation.step, row)
+        return [Evaluated(evaluation.step)]
+
+    # Training.
+
+    def _feed(self, step: int, positions: Sequence[int]) -> None:
+        samples = train_samples([self._scored[step][position] for position in positions], self._config.algorithm)
+        self._fed.update(positions)
+        if samples:
+            self._trainer.send(FeedSamples(step, tuple(samples)))
+            self._num_trained_on += len(samples)
+
+    def _train(self, action: Train) -> None:
+        step = action.step
+        self._close_bar(f"step {step} rollout")
+        by_position = self._scored[step]
+        groups = [by_position[position] for position in sorted(by_position)]
+        results = [result for group in groups for result in group.results]
+        check_faults(results, self._config.reward.max_fault_share)
+        store_groups(self._store, step, "train", "train", groups)
+        row = self._row(step)
+        if self._history is not None:
+            started = time.perf_counter()
+            remember(self._history, step, groups)
+            row["timing_s/history"] = time.perf_counter() - started
+        row |= rollout_metrics(
+            [result for group in groups for result in group.scored],
+            [result for group in groups for result in group.unscored],
+            self._config.train.samples_per_prompt,
+        )
+        row |= draft_metrics(self._pool.take_drafts(), 0.0)
+        row["timing_s/gen"] = self._sampled_s.pop(step) - self._asked_s.pop(step)
+        behind = [step - 1 - result.rollout.first_version for result in results]
+        row["rollout/staleness"] = sum(behind) / len(behind)
+        row["train/groups"] = float(len(action.positions))
+        left = [position for position in action.positions if position not in self._fed]
+        self._feed(step, left)
+        if not self._num_trained_on:
+            self._console.note(f"step {step}: no group with a reward signal; the weights stay as they are")
+        self._trainer.send(FinishStep(step))
+        del self._scored[step]
+        self._fed, self._num_trained_on = set(), 0
+
+    def _hear_trainer(self, message: Any) -> list[Event]:
+        match message:
+            case TrainerReady():
+                return []
+            case Progress():
+                self._bar("training")(0, tokens_left=message.num_given - message.num_done)
+                return []
+            case StepFinished():
+                self._close_bar("training")
+                self._row(message.step).update(message.metrics)
+                self._row(message.step)["timing_s/update_actor"] = message.busy_s
+                return [StepTrained(message.step)]
+            case WeightsPublished():
+                self._pool.give_weights(message.version)
+                return []
+            case StateSaved():
+                self._console.note(f"saved {message.path}")
+                self._row(message.step + 1)["timing_s/save"] = message.seconds
+                write_report(self._config.run.dir)
+                write_trace(self._config.run.dir)
+                return [Saved(message.step)]
+            case TrainerBroke():
+                raise WorkerBroke(f"training: {message.kind}: {message.reason}\n{self._trainer.how_it_ended()}")
+            case _:
+                raise AssertionError(f"the trainer said {message!r}")
+
+    # Records.
+
+    def _record(self, action: Record) -> None:
+        row, now_s = self._rows.pop(action.step, {}), time.perf_counter()
+        if self._recorded_s is not None and action.step > 0:
+            step_s = row["timing_s/step"] = now_s - self._recorded_s
+            tokens = row.get("rollout/tokens", 0.0)
+            row["perf/throughput"] = tokens / step_s
+            if row.get("timing_s/gen", 0.0) > 0:
+                row["rollout/tokens_per_s"] = tokens / row["timing_s/gen"]
+        self._recorded_s = now_s
+        spent = self._pool.take_spent()
+        row |= {
+            "workers/prefill_s": spent.prefill_s,
+            "workers/decode_s": spent.decode_s,
+            "workers/weights_s": spent.weights_s,
+            "workers/idle_s": spent.idle_s,
+            "workers/lost": float(self._pool.num_lost),
+        }
+        row |= self._pool.take_forecasts()
+        self._store.add_metrics(action.step, row)
+        self._log.write(action.step, row)
+        if action.step > 0:
+            self._console.step_line(action.step, row)
+
+    def _save(self, action: Save) -> None:
+        # The store first: after a power cut a checkpoint must not know more than the store does.
+        self._store.sync()
+        state = {
+            "position": action.position,
+            "concluded": action.concluded,
+            "row": dict(self._rows.get(action.step, {})),
+            "under_way": action.under_way,
+        }
+        self._trainer.send(SaveState(action.step, self._kept_state | state))
+
+    def _row(self, step: int) -> dict[str, float]:
+        return self._rows.setdefault(step, {})
+
+    def _bar(self, name: str) -> Advance:
+        if name not in self._bars:
+            stack = ExitStack()
+            self._bars[name] = stack, stack.enter_context(self._console.phase(name, 0))
+        return self._bars[name][1]
+
+    def _close_bar(self, name: str) -> None:
+        if name in self._bars:
+            self._bars.pop(name)[0].close()

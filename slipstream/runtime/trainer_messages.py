@@ -1,0 +1,87 @@
+"""What a run and the process that trains say to each other. Pure: records that travel between processes as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.types import TrainSample, WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class FeedSamples:
+    """Whole groups of this step: add their gradient."""
+
+    step: int
+    samples: tuple[TrainSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStep:
+    """All of the step is there: update the weights; if nothing was fed, count the step."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishWeights:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState:
+    """A checkpoint of the weights as they are, with this beside them."""
+
+    step: int
+    run_state: dict[str, Any]
+
+
+ToTrainer = FeedSamples | FinishStep | PublishWeights | SaveState
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReady:
+    """It has loaded the checkpoint it was told."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Of the step under way: response tokens that have given their gradient, and those it was given so far."""
+
+    num_done: int
+    num_given: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    step: int
+    metrics: dict[str, float]
+    busy_s: float
+    """Spent on this step's groups and on the update."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPublished:
+    version: WeightVersion
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StateSaved:
+    step: int
+    path: Path
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerBroke:
+    """It ends, by an error of its own: starting it again would end the same."""
+
+    kind: str
+    reason: str
+
+
+FromTrainer = TrainerReady | Progress | StepFinished | WeightsPublished | StateSaved | TrainerBroke

@@ -1,0 +1,230 @@
+"""The sending side: weights as the trainer has them, encoded bucket by bucket onto a shelf and into other channels.
+
+Keeps the bits of the last version, where the weights lie, to tell what changed since. A bucket is written and sent by a
+second thread while the next one is encoded, so at most WAITING of an edition are in memory beside that copy. Every
+`full_every`-th version is there in full too. The shelf keeps FULL_KEPT full ones (a slow reader may be at the last but
+one) and what changed since the one before these.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.models.digest import combined_digest, tensor_digest
+from slipstream.stream.coding import encode
+from slipstream.stream.editions import Bucket, Channel, Edition, Sending, checksum
+from slipstream.stream.shelf import Shelf
+from slipstream.stream.values import cut, dtype_name
+from slipstream.types import WeightVersion
+
+BUCKET_BYTES = 32 << 20
+FULL_EVERY = 8
+FULL_KEPT = 2
+WAITING = 2
+"""Encoded buckets that may wait to be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What became of a version."""
+
+    version: WeightVersion
+    num_values: int
+    num_changed: int
+    """Since the version before; all values if there was none to compare with."""
+    delta_bytes: int | None
+    full_bytes: int | None
+    """As written; None if there is no such edition."""
+    seconds: float
+
+
+class Publisher:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        full_every: int = FULL_EVERY,
+        bucket_bytes: int = BUCKET_BYTES,
+        channels: Sequence[Channel] = (),
+    ) -> None:
+        """`dtype`: the engines' number format. With `full_every` 1 every version is sent in full and nothing is kept.
+        `channels`: further places to send every edition to, beside the shelf in `folder`."""
+        if full_every < 1 or bucket_bytes < dtype.itemsize:
+            raise ValueError("full_every is at least 1, and a bucket holds at least one value")
+        self.dtype, self.full_every = dtype, full_every
+        self.last: Published | None = None
+        self._dtype_name = dtype_name(dtype)
+        self._bucket_values = bucket_bytes // dtype.itemsize
+        self._shelf = Shelf(folder)
+        self._channels: list[Channel] = [self._shelf, *channels]
+        self._kept: list[Tensor] = []
+        """The last version's bits, bucket by bucket; empty unless `last` can be a base."""
+        self._tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+        self._since_full = 0
+
+    @torch.no_grad()
+    def publish(self, weights: Iterable[tuple[str, Tensor]], number: int) -> WeightVersion:
+        """Send a version; returns once it is there for all. Whatever the shelf held from this number on is forgotten:
+        a run that resumed from a checkpoint goes another way from there. ValueError if these are not the weights of
+        the version before, by name, shape and order."""
+        self._shelf.forget_from(number)
+        base = self.last.version if self.last is not None and self._kept else None
+        if base is not None and base.number >= number:
+            base = None
+        is_full = base is None or self._since_full + 1 >= self.full_every
+        pass_on = _Pass(weights, self.dtype)
+        done = self._send(cut(pass_on, self._bucket_values), pass_on, number, base, is_full=is_full)
+        self._since_full = 0 if is_full else self._since_full + 1
+        if is_full:
+            for old in self._shelf.full_numbers()[:-FULL_KEPT][-1:]:
+                self._shelf.forget_before(old + 1)
+        return done
+
+    @torch.no_grad()
+    def repeat(self) -> WeightVersion:
+        """The last version once more, in full and no other way: for workers that refused it."""
+        if self.last is None or not self._kept:
+            raise ValueError("there is no version in memory to repeat; publish it again")
+        version = self.last.version
+        with ThreadPoolExecutor(1, "weights") as thread:
+            line = _Line(self._channels, version.number, None, thread)
+            try:
+                for bits in self._kept:
+                    line.put("full", encode(bits, None).payload)
+                line.end(version, self._dtype_name, self._bucket_values, self._tensors)
+            except BaseException:
+                line.give_up()
+                raise
+        self._shelf.forget_changes(version.number)
+        return version
+
+    def _send(
+        self, buckets: Iterator[Tensor], pass_on: _Pass, number: int, base: WeightVersion | None, *, is_full: bool
+    ) -> WeightVersion:
+        started = time.perf_counter()
+        kept, self._kept = self._kept, []  # no base until all has gone well
+        keep = self.full_every > 1
+        new: list[Tensor] = []
+        num_changed = 0
+        bases = [one for one, wanted in ((base, base is not None), (None, is_full)) if wanted]
+        with ThreadPoolExecutor(1, "weights") as thread:
+            lines = [_Line(self._channels, number, one, thread) for one in bases]
+            try:
+                for index, bits in enumerate(buckets):
+                    for line in lines:
+                        old = None
+                        if line.base is not None:
+                            pass_on.check_against(self._tensors)
+                            old = kept[index]
+                        coded = encode(bits, old)
+                        num_changed += coded.num_changed if line is lines[0] else 0
+                        line.put(coded.coding, coded.payload)
+                    if keep:
+                        new.append(bits)
+                if base is not None:
+                    pass_on.check_against(self._tensors, whole=True)
+                version = WeightVersion(number, combined_digest(pass_on.digests))
+                editions = [line.end(version, self._dtype_name, self._bucket_values, pass_on.tensors) for line in lines]
+            except BaseException:
+                for line in lines:
+                    line.give_up()
+                raise
+        self._kept, self._tensors = new, pass_on.tensors
+        delta = [edition.num_bytes for edition in editions if edition.base is not None]
+        full = [edition.num_bytes for edition in editions if edition.base is None]
+        seconds = time.perf_counter() - started
+        num_values = editions[0].num_values
+        self.last = Published(
+            version, num_values, num_changed, delta[0] if delta else None, full[0] if full else None, seconds
+        )
+        return version
+
+
+class _Pass:
+    """One pass over the weights: each in the engines' format, tied ones once; notes names, shapes and hashes."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+        self._weights, self._dtype = weights, dtype
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.digests: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        seen: set[tuple[int, torch.Size, tuple[int, ...], int]] = set()
+        for name, weight in self._weights:
+            weight = weight.detach()
+            place = weight.data_ptr(), weight.shape, weight.stride(), weight.element_size()
+            if weight.numel() and place in seen:
+                continue
+            seen.add(place)
+            cast = weight.to(self._dtype)
+            self._shapes[name] = tuple(weight.shape)
+            self.digests[name] = tensor_digest(cast)
+            yield cast
+
+    @property
+    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return tuple(self._shapes.items())
+
+    def check_against(self, before: Sequence[tuple[str, tuple[int, ...]]], *, whole: bool = False) -> None:
+        now = self.tensors
+        if now != (tuple(before) if whole else tuple(before[: len(now)])):
+            other = next((one for one, old in zip(now, before, strict=False) if one != old), "fewer weights")
+            raise ValueError(f"these are not the weights of the version before: {other}")
+
+
+class _Line:
+    """One edition on its way into every channel, from a thread of its own."""
+
+    def __init__(
+        self, channels: Sequence[Channel], number: int, base: WeightVersion | None, thread: ThreadPoolExecutor
+    ) -> None:
+        self.base = base
+        self._thread = thread
+        self._waiting: deque[Future[None]] = deque()
+        self._buckets: list[Bucket] = []
+        self._sendings: list[Sending] = []
+        try:
+            for channel in channels:
+                self._sendings.append(channel.begin(number, None if base is None else base.number))
+        except BaseException:
+            self.give_up()
+            raise
+
+    def put(self, coding: str, payload: bytes) -> None:
+        bucket = Bucket(coding, len(payload), checksum(payload))
+        self._buckets.append(bucket)
+        self._waiting.append(self._thread.submit(self._put, bucket, payload))
+        while len(self._waiting) > WAITING:
+            self._waiting.popleft().result()
+
+    def end(
+        self, version: WeightVersion, dtype: str, bucket_values: int, tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    ) -> Edition:
+        while self._waiting:
+            self._waiting.popleft().result()
+        edition = Edition(version, self.base, dtype, bucket_values, tensors, tuple(self._buckets))
+        for sending in self._sendings:
+            sending.end(edition)
+        return edition
+
+    def give_up(self) -> None:
+        for waiting in self._waiting:
+            waiting.cancel()
+        for waiting in self._waiting:
+            if not waiting.cancelled():
+                waiting.exception()
+        for sending in self._sendings:
+            sending.give_up()
+
+    def _put(self, bucket: Bucket, payload: bytes) -> None:
+        for sending in self._sendings:
+            sending.put(bucket, payload)

@@ -1,0 +1,190 @@
+"""The receiving side: brings a model from the version that it holds to another, through editions on a shelf.
+
+Invariants. A model's weights are written only after every bucket of the whole chain was read and found in order; until
+then a fault leaves them as they are. While they are written `version` is None, and it is told only once their content
+hash is that of the version. If it is not (the base was not what it seemed), the next try takes a full edition.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from slipstream.models.weights import fingerprint, named_weights, tell_written
+from slipstream.stream.coding import decode
+from slipstream.stream.editions import Edition, Refusal, RefusedWeights, VersionMissing, edition_name, shortest_chain
+from slipstream.stream.shelf import DamagedBucket, Shelf
+from slipstream.stream.values import BITS, ModelValues
+from slipstream.types import WeightVersion
+
+REPEATS = 3
+REPEAT_AFTER_S = 0.05
+TRIES_OF_AN_EDITION = 2
+"""Then another way is taken, if there is one."""
+POLL_S = 0.002
+
+
+class Receiver:
+    def __init__(self, folder: Path, worker_name: str, *, repeats: int = REPEATS) -> None:
+        """`repeats`: how often a version is tried again after a fault."""
+        self.worker_name, self.repeats = worker_name, repeats
+        self.version: WeightVersion | None = None
+        """What the model holds, as far as this receiver knows."""
+        self.torn = False
+        """The model holds parts of two versions."""
+        self.refusals: list[Refusal] = []
+        """Since the beginning."""
+        self._shelf = Shelf(folder)
+        self._staged: dict[tuple[str, int], tuple[str, memoryview]] = {}
+
+    def forget(self) -> None:
+        """The model's weights were changed or given back by somebody else: the next version comes in full."""
+        self.version = None
+
+    @torch.no_grad()
+    def catch_up(self, model: nn.Module, to_number: int, *, wait_s: float = 0.0) -> WeightVersion:
+        """Write a version into the model, in place, from whatever it holds.
+
+        `wait_s`: how long to wait for a version that is not complete yet; buckets that have come are looked at
+        meanwhile. VersionMissing if no way leads there, RefusedWeights if it was tried as often as allowed, ValueError
+        if these are not weights of this model. Weights on a GPU must not be in use.
+        """
+        faults: Counter[str] = Counter()
+        refused: list[Refusal] = []
+        deadline_s = time.monotonic() + wait_s
+        try:
+            for attempt in range(self.repeats + 1):
+                if attempt:
+                    time.sleep(REPEAT_AFTER_S * attempt)
+                avoided = {name for name, num_faults in faults.items() if num_faults >= TRIES_OF_AN_EDITION}
+                chain, damaged = self._chain(to_number, avoided, deadline_s)
+                refused += self._report(damaged)
+                faults.update(refusal.edition for refusal in damaged)
+                if chain is None:
+                    if damaged:
+                        continue
+                    if faults:
+                        break
+                    held = "nothing known" if self.version is None else f"version {self.version.number}"
+                    raise VersionMissing(
+                        f"{self.worker_name} holds {held}, and nothing in {self._shelf.folder} leads to {to_number}"
+                    )
+                refusal = self._take(model, chain)
+                if refusal is None:
+                    assert self.version is not None
+                    return self.version
+                refused += self._report([refusal])
+                faults[refusal.edition] += 1
+            raise RefusedWeights(self.worker_name, to_number, refused, torn=self.torn)
+        finally:
+            self._staged.clear()
+
+    def recognise(self, model: nn.Module) -> WeightVersion | None:
+        """Find out by its content hash which version on the shelf the model holds, if any, so that it need not come in
+        full."""
+        digest = fingerprint(model)
+        editions, _ = self._editions()
+        known = {one for edition in editions for one in (edition.version, edition.base) if one is not None}
+        self.version = next((version for version in known if version.digest == digest), None)
+        self.torn = self.torn and self.version is None
+        return self.version
+
+    def _chain(
+        self, number: int, avoided: set[str], deadline_s: float
+    ) -> tuple[list[Edition] | None, Sequence[Refusal]]:
+        while True:
+            editions, damaged = self._editions()
+            chain = shortest_chain((one for one in editions if one.name not in avoided), self._held(editions), number)
+            if chain is not None or damaged or time.monotonic() >= deadline_s:
+                return chain, damaged
+            if not self._look_ahead(number):
+                time.sleep(POLL_S)
+
+    def _held(self, editions: Sequence[Edition]) -> WeightVersion | None:
+        """None too if the shelf has another version of that number: the run went back before it."""
+        others = {one.version.digest for one in editions if self.version and one.version.number == self.version.number}
+        return self.version if self.version and others <= {self.version.digest} else None
+
+    def _editions(self) -> tuple[list[Edition], list[Refusal]]:
+        """Those that are complete, and what is wrong with others."""
+        editions, damaged = [], []
+        for name in self._shelf.names():
+            try:
+                edition = self._shelf.edition(name)
+            except ValueError as error:
+                number = int(name.partition(".")[0])
+                damaged.append(Refusal(self.worker_name, number, name, None, "a manifest", str(error)))
+            else:
+                if edition is not None:
+                    editions.append(edition)
+        return editions, damaged
+
+    def _look_ahead(self, number: int) -> bool:
+        """Stage a bucket of the edition under way that will be needed; False if there is none yet."""
+        held = None if self.version is None else self.version.number
+        names = [edition_name(number, held)] if held is not None else []
+        for name in [*names, edition_name(number, None)]:
+            index = sum(1 for staged, _ in self._staged if staged == name)
+            try:
+                bucket = self._shelf.bucket(name, number, index)
+            except DamagedBucket:
+                return False  # it is looked at again, and told, once the version is there
+            if bucket is not None:
+                self._staged[name, index] = bucket
+                return True
+        return False
+
+    def _take(self, model: nn.Module, chain: Sequence[Edition]) -> Refusal | None:
+        """Verify, then write; what was wrong, if anything."""
+        own = dict(named_weights(model))
+        for edition in chain:  # ValueError before anything is read
+            ModelValues(own, edition.tensors, edition.dtype)
+        refusal = self._stage(chain)
+        if refusal is not None or not chain:
+            return refusal
+        self.version, self.torn = None, True
+        for edition in chain:
+            self._write(ModelValues(own, edition.tensors, edition.dtype), edition)
+        tell_written(model)
+        wanted, found = chain[-1].version, fingerprint(model)
+        if found != wanted.digest:
+            return Refusal(self.worker_name, wanted.number, chain[-1].name, None, wanted.digest, found)
+        self.version, self.torn = wanted, False
+        return None
+
+    def _stage(self, chain: Sequence[Edition]) -> Refusal | None:
+        for edition in chain:
+            number = edition.version.number
+            for index, bucket in enumerate(edition.buckets):
+                key, expected = (edition.name, index), bucket.checksum
+                if key in self._staged and self._staged[key][0] == expected:
+                    continue
+                try:
+                    there = self._shelf.bucket(edition.name, number, index)
+                    found = "nothing" if there is None else there[0]
+                except DamagedBucket as error:
+                    there, found = None, error.found
+                if there is None or found != expected:
+                    return Refusal(self.worker_name, number, edition.name, index, expected, found)
+                self._staged[key] = there
+        return None
+
+    def _write(self, values: ModelValues, edition: Edition) -> None:
+        for index in range(len(edition.buckets)):
+            start, stop = edition.span(index)
+            _, payload = self._staged[edition.name, index]
+            base = None if edition.base is None else values.read(start, stop)
+            values.write(start, decode(payload, stop - start, BITS[edition.dtype], base))
+        values.settle()
+
+    def _report(self, refusals: Sequence[Refusal]) -> Sequence[Refusal]:
+        for refusal in refusals:
+            warnings.warn(str(refusal), stacklevel=4)
+        self.refusals += refusals
+        return refusals

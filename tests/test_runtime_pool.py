@@ -1,0 +1,293 @@
+"""The pool with workers in this process that are lost at any moment. The words of the module's head: each rollout that
+was asked for ends exactly once, whichever workers are lost or hang meanwhile, with the tokens that an undisturbed
+worker would have given it; a worker samples nothing before it has the newest weights that were given out, and none with
+other content than was published; one that is lost is started again.
+"""
+
+from __future__ import annotations
+
+import random
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import group, small_llama
+from transformers import PreTrainedModel
+
+from slipstream.engine.engine import Engine
+from slipstream.models.weights import fingerprint, named_weights, write_weights
+from slipstream.runtime.pool import MAX_LOSSES, Pool, WorkerBroke
+from slipstream.runtime.rollout_messages import Broke, GiveBack, Grown, Here, SampleGroup, Spent
+from slipstream.runtime.rollout_worker import PastTexts, RolloutWorker
+from slipstream.schedule.events import FleetEvent, WorkerLeft
+from slipstream.schedule.rules import MODES
+from slipstream.types import Request, Rollout, WeightVersion
+
+SLOTS = 6
+SEEDS = {0: 0, 1: 1}
+"""By version: of the weights."""
+
+
+def engine_of(seed: int = 0) -> Engine:
+    return Engine(small_llama(seed), max_sequences=SLOTS, max_length=96)
+
+
+def version_of(number: int) -> WeightVersion:
+    return WeightVersion(number, fingerprint(small_llama(SEEDS[number])))
+
+
+class Shelf:
+    def catch_up(self, model: PreTrainedModel, number: int) -> WeightVersion:
+        write_weights(model, named_weights(small_llama(SEEDS[number])))
+        return WeightVersion(number, fingerprint(model))
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class LocalLink:
+    """A worker in this process, which takes a step now and then, tells all its tokens, and can be lost."""
+
+    connection: Connection
+
+    def __init__(self, name: str, clock: Clock, shelf: Any) -> None:
+        self.name, self.pid, self.log_file = name, 0, Path("log")
+        self._inbox: list[Any] = []
+        self._outbox: list[Any] = [Here(SLOTS, ((1, 0.01), (SLOTS, 0.02)))]
+        self.is_gone = self.hangs = False
+        self.clock = clock
+        # It starts with other weights than any version has.
+        self.worker = RolloutWorker(engine_of(9), shelf, PastTexts(), self._outbox.append, clock)
+
+    def send(self, message: object) -> None:
+        self._inbox.append(message)
+
+    def run(self) -> None:
+        if not self.is_gone and not self.hangs:
+            inbox, self._inbox[:] = list(self._inbox), []
+            for message in inbox:
+                self.worker.obey(message)
+            self.worker.step()
+
+    def receive(self) -> list[Any]:
+        said, self._outbox[:] = list(self._outbox), []
+        return said
+
+    def how_it_ended(self) -> str:
+        return f"{self.name} was ended. Its log: {self.log_file}"
+
+    def kill(self) -> None:
+        self.is_gone = True
+
+    def close(self) -> None:
+        self.is_gone = True
+
+
+class Stage:
+    """A pool and what is played on it."""
+
+    def __init__(self, mode: str, num_workers: int, silence_s: float = 60.0, shelf: Any = None) -> None:
+        self.clock, self.links, self.noted, self.said = Clock(), dict[str, LocalLink](), list[FleetEvent](), list[str]()
+        self.num_started = 0
+        self.shelf = shelf or Shelf()
+        self.pool = Pool(
+            MODES[mode],
+            [f"w{number}" for number in range(num_workers)],
+            self.start,
+            silence_s=silence_s,
+            note=self.noted.append,
+            say=self.said.append,
+            clock=self.clock,
+        )
+
+    def start(self, name: str) -> LocalLink:
+        self.num_started += 1
+        self.links[name] = LocalLink(name, self.clock, self.shelf)
+        return self.links[name]
+
+    def advance(self, chance: random.Random | None = None) -> list[Rollout]:
+        self.clock.now_s += 0.3
+        for link in list(self.links.values()):
+            if chance is None or chance.random() < 0.8:
+                link.run()
+        return self.pool.advance()
+
+    def until_done(self, chance: random.Random | None = None) -> dict[str, Rollout]:
+        ended: dict[str, Rollout] = {}
+        for _ in range(3000):
+            for rollout in self.advance(chance):
+                assert rollout.request.uid not in ended, "twice"
+                ended[rollout.request.uid] = rollout
+            if not self.pool.has_work:
+                return ended
+        raise AssertionError("it never ends")
+
+
+def requests_of(number: int, samples: int = 3) -> list[Request]:
+    prompt = tuple((7 * number + place) % 90 + 3 for place in range(4 + number % 5))
+    return group(f"1/{number}", prompt, samples, max_new_tokens=8 + 5 * (number % 6))
+
+
+def undisturbed(groups: list[list[Request]], seed: int = 0) -> dict[str, tuple[Any, ...]]:
+    engine = engine_of(seed)
+    for requests in groups:
+        engine.submit(requests)
+    ended: list[Rollout] = []
+    while engine.has_work:
+        ended += engine.step()
+    return {rollout.request.uid: (rollout.token_ids, rollout.logprobs, rollout.finish_reason) for rollout in ended}
+
+
+def content(rollouts: dict[str, Rollout]) -> dict[str, tuple[Any, ...]]:
+    return {uid: (one.token_ids, one.logprobs, one.finish_reason) for uid, one in rollouts.items()}
+
+
+GROUPS = [requests_of(number) for number in range(8)]
+
+
+@pytest.mark.parametrize("mode", sorted(MODES))
+def test_two_workers_give_what_one_engine_gives(mode: str) -> None:
+    stage = Stage(mode, 2)
+    stage.pool.give_weights(version_of(0))
+    for number, requests in enumerate(GROUPS):
+        stage.pool.ask(1, f"prompt {number}", requests)
+    ended = stage.until_done()
+    assert content(ended) == undisturbed(GROUPS)
+    assert {(one.first_version, one.last_version) for one in ended.values()} == {(0, 0)}
+    assert stage.pool.num_lost == 0 and stage.pool.live == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_workers_that_are_lost_or_hang_harm_no_rollout(seed: int) -> None:
+    chance = random.Random(seed)
+    stage = Stage(sorted(MODES)[seed % 3], 3, silence_s=2.0)
+    stage.pool.give_weights(version_of(0))
+    for number, requests in enumerate(GROUPS):
+        stage.pool.ask(1, f"prompt {number}", requests)
+    ended: dict[str, Rollout] = {}
+    num_harmed = 0
+    for tick in range(400):
+        if tick % 9 == 8 and num_harmed < 6:
+            link = stage.links[chance.choice(sorted(stage.links))]
+            num_harmed += 1
+            if chance.random() < 0.5:
+                link.kill()
+            else:
+                link.hangs = True
+        for rollout in stage.advance(chance):
+            assert rollout.request.uid not in ended, "twice"
+            ended[rollout.request.uid] = rollout
+    assert not stage.pool.has_work
+    assert content(ended) == undisturbed(GROUPS)
+    assert stage.pool.num_lost >= 4 and stage.num_started == 3 + stage.pool.num_lost
+    assert sum(isinstance(event, WorkerLeft) for event in stage.noted) > 0
+
+
+def test_a_lost_rollout_goes_on_from_its_tokens() -> None:
+    stage = Stage("sync", 2)
+    stage.pool.give_weights(version_of(0))
+    requests = group("1/0", (5, 6, 7), 1, max_new_tokens=40)
+    stage.pool.ask(1, "prompt", requests)
+    for _ in range(20):
+        stage.advance()
+    busy = next(link for link in stage.links.values() if link.worker.has_work)
+    other = next(link for link in stage.links.values() if link is not busy)
+    busy.kill()
+    ended = stage.until_done()
+    assert content(ended) == undisturbed([requests])
+    assert stage.pool.num_resumed == 1
+    sampled = other.worker._engine.facts().decode_tokens
+    assert 0 < sampled < 30, "the other worker sampled only the rest"
+
+
+def test_weights_are_there_before_anything_later_is_sampled() -> None:
+    stage = Stage("sync", 2)
+    stage.pool.give_weights(version_of(0))
+    stage.pool.ask(1, "prompt", GROUPS[0])
+    stage.until_done()
+    stage.pool.give_weights(version_of(1))
+    second = [group("2/9", (9, 8, 7), 3)]
+    stage.pool.ask(2, "other", second[0])
+    assert stage.pool.live == 0
+    stage.links["w0"].kill()  # its successor catches up by itself
+    ended = stage.until_done()
+    assert stage.pool.live == 1
+    assert content(ended) == undisturbed(second, seed=1)
+    assert {one.first_version for one in ended.values()} == {1}
+
+
+def test_a_worker_with_wrong_weights_samples_nothing() -> None:
+    class Spoiled(Shelf):
+        num_calls = 0
+
+        def catch_up(self, model: PreTrainedModel, number: int) -> WeightVersion:
+            self.num_calls += 1
+            if self.num_calls == 1:
+                return WeightVersion(number, fingerprint(model))  # nothing was written
+            return super().catch_up(model, number)
+
+    stage = Stage("sync", 1, shelf=Spoiled())
+    stage.pool.give_weights(version_of(0))
+    stage.pool.ask(1, "prompt", GROUPS[3])
+    assert content(stage.until_done()) == undisturbed(GROUPS[3:4])
+    assert stage.pool.num_lost == 1
+    assert any("other weights than were published" in line for line in stage.said)
+
+
+def test_workers_that_cannot_live_end_the_run_with_their_log() -> None:
+    stage = Stage("sync", 1)
+    stage.pool.give_weights(version_of(0))
+    with pytest.raises(WorkerBroke, match=r"one after the other; the last: w0 was ended\. Its log: log"):
+        for _ in range(MAX_LOSSES + 1):
+            stage.links["w0"].kill()
+            stage.advance()
+
+
+def test_an_error_of_the_work_itself_is_told_as_it_is() -> None:
+    stage = Stage("sync", 1)
+    stage.links["w0"]._outbox.append(Broke("the model gave logits that are not numbers"))
+    with pytest.raises(WorkerBroke, match="rollout worker w0: the model gave logits that are not numbers\nw0 was"):
+        stage.advance()
+
+
+def test_a_worker_tells_tokens_once_and_ignores_what_has_ended() -> None:
+    said: list[Any] = []
+    clock = Clock()
+    worker = RolloutWorker(engine_of(), Shelf(), PastTexts(), said.append, clock)
+    requests = group("1/0", (5, 6, 7), 2, max_new_tokens=30)
+    worker.obey(SampleGroup(tuple(requests)))
+    told: dict[str, list[int]] = {request.uid: [] for request in requests}
+    for _ in range(20):
+        clock.now_s += 0.2
+        worker.step()
+    pieces = [piece for message in said if isinstance(message, Grown) for piece in message.pieces]
+    for piece in pieces:
+        told[piece.request.uid] += piece.token_ids
+    wanted = undisturbed([requests])
+    assert all(len(tokens) > 5 and tuple(tokens) == wanted[uid][0][: len(tokens)] for uid, tokens in told.items())
+    while worker.has_work:
+        worker.step()
+    said.clear()
+    worker.obey(GiveBack("1/0/0"))
+    assert said == []
+
+
+def test_seconds_go_to_accounts_and_none_is_lost() -> None:
+    said: list[Any] = []
+    clock = Clock()
+    worker = RolloutWorker(engine_of(), Shelf(), PastTexts(), said.append, clock)
+    for tick in range(60):
+        if tick == 10:
+            worker.obey(SampleGroup(tuple(group("1/0", (5, 6, 7), 2, max_new_tokens=20))))
+        clock.now_s += 0.1
+        worker.step()
+    clock.now_s += 0.6
+    worker.step()
+    spent = sum((message.spent for message in said if hasattr(message, "spent")), Spent())
+    assert spent.prefill_s + spent.decode_s + spent.weights_s + spent.idle_s == pytest.approx(6.6)
+    assert spent.decode_s > spent.prefill_s > 0 and spent.idle_s > 1

@@ -1,0 +1,125 @@
+"""Runs with processes that sample and one that trains: the same weights as in one process, whoever is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_runtime import SETTINGS, measured, rollouts, start
+from transformers import AutoModelForCausalLM
+
+from slipstream.config import load_config
+from slipstream.observe.store import RunStore
+from slipstream.runtime.local import run_training
+
+STEPS = 4
+SYNC: dict[str, Any] = {"mode": "sync", "rollout": {"workers": 2, "silence_s": 5}}
+
+
+def write_recipe(folder: Path, name: str, **changes: Any) -> Path:
+    train = SETTINGS["train"] | {"steps": STEPS, "deterministic": True}
+    tree = SETTINGS | {"train": train, "eval": {"every": 2}, "run": {"dir": str(folder / name), "save_every": 2}}
+    recipe = folder / f"{name}.yaml"
+    recipe.write_text(yaml.safe_dump(tree | changes))
+    return recipe
+
+
+def weights(run_dir: Path) -> dict[str, bytes]:
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / f"step_{STEPS}")
+    return {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()}
+
+
+def learned(run_dir: Path) -> list[dict[str, float]]:
+    """What a row says of the policy; not of the workers, nor of how well their work was foretold."""
+    kept = ("step", "reward/", "response_length/", "actor/", "mismatch_kl", "eval/")
+    return [{name: value for name, value in row.items() if name.startswith(kept)} for row in measured(run_dir)]
+
+
+def assert_same_run(run_dir: Path, other: Path) -> None:
+    assert weights(run_dir) == weights(other)
+    assert rollouts(run_dir) == rollouts(other), "none is lost, none is there twice, all have the same tokens"
+    assert learned(run_dir) == learned(other)
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("colocated")
+    assert run_training(load_config(write_recipe(folder, "run")), quiet=True).reason == "done"
+    return folder / "run"
+
+
+def pid_of(run_dir: Path, name: str) -> int:
+    return int(json.loads((run_dir / "processes.json").read_text())[name])
+
+
+def wait_for(run_dir: Path, step: int, limit_s: float = 120.0) -> None:
+    """Until this step is recorded."""
+    until_s = time.monotonic() + limit_s
+    while time.monotonic() < until_s:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
+        if any(json.loads(line)["step"] == step for line in lines):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was never recorded")
+
+
+def test_a_synchronous_run_with_two_workers_has_the_weights_of_a_colocated_one(colocated: Path, tmp_path: Path) -> None:
+    outcome = run_training(load_config(write_recipe(tmp_path, "run", **SYNC)), quiet=True)
+    assert (outcome.reason, outcome.step) == ("done", STEPS)
+    assert_same_run(tmp_path / "run", colocated)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["rollout/staleness"] == 0 and row["timing_s/gen"] > 0 for row in rows[1:])
+    assert all(row["workers/decode_s"] > 0 for row in rows[1:])
+    assert {"rollout-0.log", "rollout-1.log", "trainer.log"} == {
+        path.name for path in (tmp_path / "run" / "logs").iterdir()
+    }
+
+
+def test_processes_that_are_killed_or_hang_change_nothing(colocated: Path, tmp_path: Path) -> None:
+    """One worker is killed and the other hangs while they sample, then the trainer is killed."""
+    recipe, run_dir = write_recipe(tmp_path, "run", **SYNC), tmp_path / "run"
+    run = start(recipe)
+    wait_for(run_dir, 0)
+    os.kill(pid_of(run_dir, "rollout-0"), signal.SIGKILL)
+    os.kill(pid_of(run_dir, "rollout-1"), signal.SIGSTOP)
+    wait_for(run_dir, 1)
+    os.kill(pid_of(run_dir, "trainer"), signal.SIGKILL)
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    assert "rollout-0 is started again" in said and "rollout-1 has said nothing for" in said
+    assert "trainer (process" in said and "was ended by SIGKILL. Its log:" in said
+    assert_same_run(run_dir, colocated)
+
+
+@pytest.mark.parametrize(
+    ("mode", "end"), [("async", signal.SIGINT), pytest.param("rhyme", signal.SIGKILL, marks=pytest.mark.slow)]
+)
+def test_a_run_that_is_a_step_ahead_keeps_the_bound_also_when_it_is_resumed(
+    tmp_path: Path, mode: str, end: signal.Signals
+) -> None:
+    recipe, run_dir = write_recipe(tmp_path, "run", **SYNC | {"mode": mode}), tmp_path / "run"
+    run = start(recipe)
+    wait_for(run_dir, 1)
+    others = [pid_of(run_dir, name) for name in ("rollout-0", "rollout-1", "trainer")]
+    os.kill(run.pid, end)
+    said, _ = run.communicate(timeout=200)
+    assert run.returncode == (130 if end == signal.SIGINT else -end), said
+    deadline_s = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in others):
+        assert time.monotonic() < deadline_s, "a process outlives the run"
+        time.sleep(0.1)
+    assert run_training(load_config(recipe), resume=True, quiet=True).reason == "done"
+    with RunStore(run_dir, read_only=True) as store:
+        names = [(event.name, event.payload.get("step")) for event in store.events()]
+        stored = store.rollouts(kind="train")
+    assert len({one.uid for one in stored}) == len(stored) == STEPS * 9
+    assert all(one.step - 2 <= one.first_version <= one.last_version < one.step for one in stored)
+    assert sorted({int(one.group.split("/")[1]) for one in stored}) == list(range(STEPS * 3)), "no prompt is left out"
+    assert any(one.first_version == one.step - 2 for one in stored), "some were sampled ahead"
+    assert names.index(("Generate", 2)) < names.index(("StepTrained", 1))

@@ -155,6 +155,8 @@ class EngineFacts:
     num_preempted: int
     """Times a sequence gave up its pages to older ones, to be computed again."""
     forward_s: float
+    prefill_s: float
+    """Of these: in each step, by the share of its tokens that were computed only for their keys."""
     kv_bytes: int
     num_graphs: int
     graph_bytes: int

@@ -43,6 +43,17 @@ def test_what_nobody_booked_was_idle_and_a_device_that_left_is_counted_to_its_en
     assert [one.device for one in ledger.close(2, 20.0)] == ["rollout-0"]
 
 
+def test_seconds_that_are_told_of_late_are_not_counted_twice() -> None:
+    ledger = Ledger()
+    ledger.arrive("a", 0.0, rest="rollout wait")
+    entries = ledger.close(1, 10.0)
+    ledger.book("a", "training", 12.0)  # two of them in step 1
+    entries += ledger.close(2, 20.0) + ledger.close(3, 30.0)
+    found = {(one.step, one.account): one.seconds for one in entries}
+    assert found == {(1, "rollout wait"): 10.0, (2, "training"): 12.0, (3, "rollout wait"): 8.0}
+    assert balance(entries, present_s=30.0) == pytest.approx(1.0)
+
+
 def test_time_that_is_booked_twice_shows() -> None:
     ledger = Ledger()
     ledger.arrive("a", 0.0)

@@ -141,7 +141,7 @@ class Engine:
         """The storages of the weights and their sizes, while they are given back."""
         self._prefill_tokens = self._num_forwards = 0
         self._draft_counts = DraftCounts()
-        self._forward_s = 0.0
+        self._forward_s = self._prefill_s = 0.0
 
     def submit(self, requests: Sequence[Request]) -> None:
         """One group of requests that share a prompt; ValueError if it cannot fit."""
@@ -171,7 +171,10 @@ class Engine:
             # On a GPU earlier steps are read while this one waits or runs; nothing to run means all must be read.
             while len(self._unread) > (self._steps_ahead if plan.num_tokens else 0):
                 self._read(self._unread.popleft())
-            self._forward_s += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self._forward_s += seconds
+            if plan.num_tokens:
+                self._prefill_s += seconds * plan.num_prefilled / plan.num_tokens
         if not self._batcher.has_work:
             self._last_done = None
         finished, self._ready = self._ready, []
@@ -272,6 +275,7 @@ class Engine:
             num_forwards=self._num_forwards,
             num_preempted=self._batcher.num_preempted,
             forward_s=self._forward_s,
+            prefill_s=self._prefill_s,
             kv_bytes=self._pages.num_bytes,
             num_graphs=len(self._graphs) if self._graphs is not None else 0,
             graph_bytes=self._graphs.num_bytes if self._graphs is not None else 0,
@@ -309,7 +313,7 @@ class Engine:
         was_prepared = self._run_step(plan, strategy)
         self._unread.append(self._request_report(plan, batch, strategy, room, was_prepared))
         self._num_forwards += 1
-        self._prefill_tokens += plan.num_tokens - plan.num_drafts - len(plan.samplers)
+        self._prefill_tokens += plan.num_prefilled
 
     def _run_step(self, plan: StepPlan, strategy: Strategy) -> bool:
         """With the drafting before it; whether it took as long as such a step will."""
@@ -348,8 +352,7 @@ class Engine:
         part of the step's, since a second launch takes the host longer than that."""
         num_tokens, num_rows, num_samples = plan.num_tokens, plan.num_rows, len(plan.samplers) + plan.num_drafts
         # Prompts beside trees would be computed a token at a time.
-        only_decodes = num_tokens == num_samples
-        branches = strategy.branches if plan.num_drafts and only_decodes else 1
+        branches = strategy.branches if plan.num_drafts and not plan.num_prefilled else 1
         if self.device.type == "cpu":
             num_tokens, num_samples = max(num_tokens, self._min_rows), max(num_samples, self._min_rows)
             num_askers = num_rows
@@ -375,8 +378,7 @@ class Engine:
         """How long the step took, if it only decoded, needed no preparation and came right after another."""
         before, self._last_done = self._last_done, launched.done
         plan = launched.plan
-        only_decoded = plan.num_tokens == len(plan.samplers) + plan.num_drafts
-        if self.policy is None or before is None or not launched.was_prepared or not only_decoded:
+        if self.policy is None or before is None or not launched.was_prepared or plan.num_prefilled:
             return
         # Sequences that had ended in a step launched earlier ran for nothing: they say nothing of what drafts give.
         num_tokens = [len(line) for line in tokens if line]

@@ -133,3 +133,8 @@ class StepPlan:
     """Tokens that may be drafted, of all sequences together."""
     with_cuts: bool
     """Whether any of the samplers cuts the tail of the distribution."""
+
+    @property
+    def num_prefilled(self) -> int:
+        """Tokens that are computed only for their keys."""
+        return self.num_tokens - self.num_drafts - len(self.samplers)

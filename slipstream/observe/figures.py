@@ -129,6 +129,7 @@ def time_stack(metrics: Metrics) -> Figure | None:
 
 
 LEDGER_COLOURS = {
+    "start": "#a9825a",
     "prefill": "#7fb2ea",
     "decode": BLUE,
     "accepted drafts": AQUA,

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 ACCOUNTS = {
+    "start": "loading, and whatever else comes before a process can work",
     "prefill": "computing the keys of prompts, and of sequences that moved",
     "decode": "sampling tokens that were no drafts",
     "accepted drafts": "verifying drafts that were right",
@@ -41,15 +42,20 @@ class Entry:
 
 class Ledger:
     def __init__(self) -> None:
+        self._rest: dict[str, str] = {}
+        """By device: the account of what nobody booked."""
         self._since_s: dict[str, float] = {}
         """By device that is here: from when on its time has not been closed."""
         self._present_s: dict[str, float] = defaultdict(float)
         """Of devices that left since the last closing."""
         self._booked: dict[tuple[str, str], float] = defaultdict(float)
+        self._ahead_s: dict[str, float] = defaultdict(float)
+        """Booked beyond the time there was: of a step that was closed before its last seconds were told of."""
 
-    def arrive(self, device: str, now_s: float) -> None:
+    def arrive(self, device: str, now_s: float, rest: str = IDLE) -> None:
+        """`rest`: the account of what nobody books."""
         assert device not in self._since_s, f"{device} is here already"
-        self._since_s[device] = now_s
+        self._since_s[device], self._rest[device] = now_s, rest
 
     def leave(self, device: str, now_s: float) -> None:
         self._present_s[device] += now_s - self._since_s.pop(device)
@@ -67,11 +73,15 @@ class Ledger:
             self._since_s[device] = now_s
         booked, self._booked = self._booked, defaultdict(float)
         entries = [Entry(step, device, account, seconds) for (device, account), seconds in booked.items() if seconds]
-        spent: dict[str, float] = defaultdict(float)
         for entry in entries:
-            spent[entry.device] += entry.seconds
-        idle = [Entry(step, device, IDLE, max(0.0, there_s - spent[device])) for device, there_s in present_s.items()]
-        return entries + idle
+            self._ahead_s[entry.device] += entry.seconds
+        for device, there_s in present_s.items():
+            left_s = there_s - self._ahead_s.pop(device, 0.0)
+            if left_s < 0:
+                self._ahead_s[device] = -left_s
+            elif left_s:
+                entries.append(Entry(step, device, self._rest[device], left_s))
+        return entries
 
 
 def split_decoding(seconds: float, num_tokens: int, num_accepted: int, num_drafted: int) -> dict[str, float]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
 from slipstream.engine.strategy import DraftCounts
+from slipstream.observe.ledger import Ledger, split_decoding
 from slipstream.runtime.rollout_messages import (
     Beat,
     Broke,
@@ -78,6 +79,7 @@ class WorkerBroke(RuntimeError):
 @dataclass(slots=True, eq=False)
 class _Worker:
     link: WorkerLink
+    started_s: float
     heard_s: float
     here: Here | None = None
     version: WeightVersion | None = None
@@ -108,14 +110,16 @@ class Pool:
         start: Callable[[str], WorkerLink],
         *,
         silence_s: float,
+        ledger: Ledger,
         note: Callable[[FleetEvent], None] = lambda event: None,
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`start`: a new process for the worker of this name. `note`: is told of workers that come and go."""
         self._fleet = Fleet(rules)
+        self._ledger = ledger
         self._start, self._silence_s, self._note, self._say, self._clock = start, silence_s, note, say, clock
-        self._workers = {name: _Worker(start(name), clock()) for name in names}
+        self._workers: dict[str, _Worker] = {}
         self._rollouts: dict[str, _Asked] = {}
         self._asked: dict[int, list[tuple[_Asked, str]]] = {}
         """By step: what was asked for since the last `advance`."""
@@ -130,6 +134,8 @@ class Pool:
         """Rollouts that went on, from the tokens they had, after their worker was lost."""
         self._spent = Spent()
         self._drafts = DraftCounts()
+        for name in names:
+            self._start_worker(name)
 
     @property
     def has_work(self) -> bool:
@@ -215,12 +221,27 @@ class Pool:
                 self._tell(HandedBack(asked.request.uid, len(asked.token_ids)))
             case Beat():
                 self._spent += message.spent
+                self._book(name, message)
                 if message.drafts is not None:
                     self._drafts.merge(message.drafts)
             case Broke():
                 raise WorkerBroke(f"rollout worker {name}: {message.reason}\n{worker.link.how_it_ended()}")
             case _:
                 raise AssertionError(f"{name} said {message!r}")
+
+    def _book(self, name: str, beat: Beat) -> None:
+        """Its seconds on the ledger; what it waits for while others sample is the tail."""
+        spent, drafts = beat.spent, beat.drafts or DraftCounts()
+        decoding = split_decoding(spent.decode_s, beat.num_tokens, drafts.num_accepted, drafts.num_drafted)
+        waiting = {"tail wait": spent.idle_s} if self._rollouts else {}
+        accounts = {"prefill": spent.prefill_s, "weight sync": spent.weights_s} | decoding | waiting
+        for account, seconds in accounts.items():
+            self._ledger.book(name, account, seconds)
+
+    def _start_worker(self, name: str) -> None:
+        now_s = self._clock()
+        self._ledger.arrive(name, now_s)
+        self._workers[name] = _Worker(self._start(name), now_s, now_s)
 
     def _see_weights(self, name: str, worker: _Worker, version: WeightVersion) -> None:
         wanted = self._wanted
@@ -235,6 +256,7 @@ class Pool:
         if not worker.has_joined:
             assert worker.here is not None
             worker.has_joined = True
+            self._ledger.book(name, "start", self._clock() - worker.started_s)
             self._tell(WorkerJoined(name, worker.here.slots, worker.here.points))
         self._look_at_weights()
 
@@ -271,7 +293,8 @@ class Pool:
         if self._num_losses > MAX_LOSSES:
             raise WorkerBroke(f"{self._num_losses} workers were lost one after the other; the last: {cause}")
         self._say(f"rollout worker {cause}\n{name} is started again; others go on with its rollouts")
-        self._workers[name] = _Worker(self._start(name), self._clock())
+        self._ledger.leave(name, self._clock())
+        self._start_worker(name)
         if not worker.has_joined:
             return
         lost = [asked for asked in self._rollouts.values() if asked.worker == name]

@@ -105,6 +105,8 @@ class Beat:
     """It is alive, and this is what it did."""
 
     spent: Spent
+    num_tokens: int
+    """Sampled meanwhile."""
     drafts: DraftCounts | None = None
     """What came of drafts since it last said, if it drafts."""
 

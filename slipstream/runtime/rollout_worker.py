@@ -78,7 +78,8 @@ class RolloutWorker:
         """By rollout that is here: tokens of it that were reported, with those it came with."""
         self._spent = Spent()
         self._counted_s = self._told_s = clock()
-        self._computed = self._num_computed()
+        facts = engine.facts()
+        self._prefilled_s, self._num_sampled = facts.prefill_s, facts.decode_tokens
         self.is_leaving = False
 
     @property
@@ -115,10 +116,9 @@ class RolloutWorker:
         self._count_idle()
         if self._engine.has_work:
             ended = self._engine.step()
-            step_s, before = self._lap(), self._computed
-            self._computed = self._num_computed()
-            prefill, decode = (now - then for now, then in zip(self._computed, before, strict=True))
-            prefill_s = step_s * prefill / max(1, prefill + decode)
+            step_s, before_s = self._lap(), self._prefilled_s
+            self._prefilled_s = self._engine.facts().prefill_s
+            prefill_s = self._prefilled_s - before_s
             self._spent += Spent(prefill_s=prefill_s, decode_s=step_s - prefill_s)
             for rollout in ended:
                 self._let_go(rollout.request)
@@ -134,16 +134,13 @@ class RolloutWorker:
                 self._told[piece.request.uid] += len(piece.token_ids)
             self._say(Grown(tuple(grown)))
         drafts = self._engine.take_draft_counts() if self._engine.drafter is not None else None
-        self._say(Beat(self._spent, drafts))
+        before, self._num_sampled = self._num_sampled, self._engine.facts().decode_tokens
+        self._say(Beat(self._spent, self._num_sampled - before, drafts))
         self._spent = Spent()
 
     def _let_go(self, request: Request) -> None:
         del self._told[request.uid]
         self._past.let_go(request)
-
-    def _num_computed(self) -> tuple[int, int]:
-        facts = self._engine.facts()
-        return facts.prefill_tokens, facts.decode_tokens
 
     def _count_idle(self) -> None:
         if not self._engine.has_work:

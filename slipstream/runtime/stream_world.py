@@ -16,6 +16,7 @@ from typing import Any
 from slipstream.config import Config
 from slipstream.history.store import HistoryStore
 from slipstream.observe.console import Advance, Console
+from slipstream.observe.ledger import Ledger
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.metrics import rollout_metrics
 from slipstream.observe.report import write_report
@@ -76,6 +77,7 @@ class StreamWorld:
         *,
         pool: Pool,
         trainer: WorkerLink,
+        ledger: Ledger,
         groups: OpenGroups,
         history: HistoryStore | None,
         prompts: Sequence[Prompt],
@@ -91,6 +93,7 @@ class StreamWorld:
         """`rows`: metrics that are known already, by step. `kept_state`: goes into every checkpoint as it is."""
         self._config = config
         self._pool, self._trainer, self._groups, self._history = pool, trainer, groups, history
+        self._ledger, self._began_s = ledger, time.monotonic()
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
@@ -258,6 +261,7 @@ class StreamWorld:
     def _hear_trainer(self, message: Any) -> list[Event]:
         match message:
             case TrainerReady():
+                self._ledger.book("trainer", "start", time.monotonic() - self._began_s)
                 return []
             case Progress():
                 self._bar("training")(0, tokens_left=message.num_given - message.num_done)
@@ -266,13 +270,16 @@ class StreamWorld:
                 self._close_bar("training")
                 self._row(message.step).update(message.metrics)
                 self._row(message.step)["timing_s/update_actor"] = message.busy_s
+                self._ledger.book("trainer", "training", message.busy_s)
                 return [StepTrained(message.step)]
             case WeightsPublished():
                 self._pool.give_weights(message.version)
+                self._ledger.book("trainer", "weight sync", message.seconds)
                 return []
             case StateSaved():
                 self._console.note(f"saved {message.path}")
                 self._row(message.step + 1)["timing_s/save"] = message.seconds
+                self._ledger.book("trainer", "checkpoint", message.seconds)
                 write_report(self._config.run.dir)
                 write_trace(self._config.run.dir)
                 return [Saved(message.step)]
@@ -302,6 +309,7 @@ class StreamWorld:
         }
         row |= self._pool.take_forecasts()
         self._store.add_metrics(action.step, row)
+        self._store.add_ledger(self._ledger.close(action.step, time.monotonic()))
         self._log.write(action.step, row)
         if action.step > 0:
             self._console.step_line(action.step, row)

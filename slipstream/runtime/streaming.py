@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.config import Config
 from slipstream.history.store import HistoryStore
 from slipstream.observe.console import Console
+from slipstream.observe.ledger import Ledger
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
 from slipstream.runtime.coats import sample_in_process, train_in_process
@@ -87,6 +88,7 @@ def stream(
         write(now_s, event, *actions)
 
     with ExitStack() as stack:
+        ledger = Ledger()
         pids = {"driver": os.getpid()}
 
         def start(name: str, *arguments: Any) -> Link:
@@ -104,11 +106,13 @@ def stream(
         log_file, num_threads = run_dir / LOGS_FOLDER / "trainer.log", torch.get_num_threads()
         trainer = start("trainer", log_file, num_threads, train_in_process, config, parts.checkpoint, weights_folder)
         stack.callback(trainer.close)
+        ledger.arrive("trainer", time.monotonic(), rest="rollout wait")
         pool = Pool(
             MODES[config.mode],
             [f"rollout-{number}" for number in range(config.rollout.workers)],
             start_worker,
             silence_s=config.rollout.silence_s,
+            ledger=ledger,
             note=lambda event: write(time.time(), event),
             say=parts.console.note,
         )
@@ -117,6 +121,7 @@ def stream(
             config,
             pool=pool,
             trainer=trainer,
+            ledger=ledger,
             groups=OpenGroups(parts.grader, parts.tokenizer, config.seed),
             history=parts.history,
             prompts=parts.prompts,

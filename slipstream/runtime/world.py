@@ -7,17 +7,19 @@ Everything of a step is collected in one row of metrics, which `Record` writes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from slipstream.config import Config
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.selector import Selector
 from slipstream.engine.engine import Engine
+from slipstream.engine.strategy import DraftCounts
 from slipstream.history.store import HistoryStore
 from slipstream.models.weights import named_weights
 from slipstream.observe.console import Advance, Console
+from slipstream.observe.ledger import Ledger, split_decoding
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.metrics import rollout_metrics
 from slipstream.observe.report import write_report
@@ -55,6 +57,17 @@ from slipstream.types import Prompt, Rollout, SamplingParams
 
 MATCHED_ROLLOUTS = 4
 """With engine.exact off: rollouts a step that are sampled again alone, to say how many tokens depend on the batch."""
+DEVICE = "local"
+ACCOUNTS = {
+    "update_weights": "weight sync",
+    "sleep": "weight sync",
+    "update_actor": "training",
+    "update_drafter": "drafter training",
+    "eval": "evaluation",
+    "token_match": "evaluation",
+    "save": "checkpoint",
+}
+"""By phase: the ledger's account of its seconds."""
 SaveCheckpoint = Callable[[int, dict[str, Any]], object]
 
 
@@ -85,7 +98,11 @@ class LocalWorld:
         self._engine, self._trainer, self._desk = engine, trainer, desk
         self._selector, self._history = selector, history
         self._learner = None if learner is None else Learning(learner, engine, config.drafter.updates, self._note)
-        self._draft_s = self._graph_s = 0.0
+        self._ledger = Ledger()
+        self._ledger.arrive(DEVICE, time.perf_counter())
+        self._draft_s = 0.0
+        self._facts = engine.facts()
+        """As training rollouts began."""
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
@@ -177,7 +194,7 @@ class LocalWorld:
         if self._history is not None:
             with self._timed("history"):
                 remember(self._history, action.step, groups)
-        drafter = self._engine.drafter
+        drafter, counts = self._engine.drafter, DraftCounts()
         if drafter is not None:
             counts, num_unserved, spent_s = self._engine.take_draft_counts(), drafter.num_unserved, drafter.spent_s
             self._row |= draft_metrics(counts, self._selector.saved_s, num_unserved, spent_s - self._draft_s)
@@ -190,10 +207,7 @@ class LocalWorld:
             [result for group in groups for result in group.unscored],
             self._config.train.samples_per_prompt,
         )
-        self._row["timing_s/gen"], self._row["timing_s/reward"] = self._desk.take_times()
-        if self._engine.device.type == "cuda":
-            before, self._graph_s = self._graph_s, self._engine.facts().graph_s
-            self._row["timing_s/graphs"] = self._graph_s - before  # a part of gen
+        self._row |= self._book_rollout(counts)
         if not self._config.engine.exact and self._engine.device.type == "cuda":
             asked = [group.results[0].rollout for group in groups[:MATCHED_ROLLOUTS]]
             with self._timed("token_match"):
@@ -224,6 +238,22 @@ class LocalWorld:
                 self._row |= self._learner.end_training()
         return [StepTrained(action.step)]
 
+    def _book_rollout(self, counts: DraftCounts) -> dict[str, float]:
+        """Metrics of the time it took, which goes to its accounts."""
+        gen_s, reward_s = self._desk.take_times()
+        before, self._facts = self._facts, self._engine.facts()
+        prefill_s, graph_s = self._facts.prefill_s - before.prefill_s, self._facts.graph_s - before.graph_s
+        num_tokens = self._facts.decode_tokens - before.decode_tokens
+        decoding = split_decoding(
+            max(0.0, gen_s - prefill_s - graph_s), num_tokens, counts.num_accepted, counts.num_drafted
+        )
+        for account, seconds in ({"prefill": prefill_s, "graphs": graph_s, "reward wait": reward_s} | decoding).items():
+            self._ledger.book(DEVICE, account, seconds)
+        metrics = {"timing_s/gen": gen_s, "timing_s/reward": reward_s}
+        if self._engine.device.type == "cuda":
+            metrics["timing_s/graphs"] = graph_s  # a part of gen
+        return metrics
+
     def _evaluate(self, action: Evaluate) -> list[Event]:
         try:
             with self._timed("eval"):
@@ -239,7 +269,7 @@ class LocalWorld:
         except Interrupted:
             return []  # the next advance() reports the stop
         self._desk.take_times()
-        self._graph_s = self._engine.facts().graph_s
+        self._facts = self._engine.facts()
         self._engine.take_draft_counts()  # as the times: of training rollouts only
         self._draft_s = self._engine.drafter.spent_s if self._engine.drafter is not None else 0.0
         self._selector.saved_s = 0.0
@@ -260,6 +290,7 @@ class LocalWorld:
                 self._row["rollout/tokens_per_s"] = self._row["rollout/tokens"] / gen_s
             self._step_began_s = None
         self._store.add_metrics(action.step, self._row)
+        self._store.add_ledger(self._ledger.close(action.step, time.perf_counter()))
         self._log.write(action.step, self._row)
         if action.step > 0:
             self._console.step_line(action.step, self._row)
@@ -277,18 +308,14 @@ class LocalWorld:
             write_trace(self._config.run.dir)
         return [Saved(action.step)]
 
-    def _timed(self, phase: str) -> Timer:
-        return Timer(self._row, f"timing_s/{phase}")
-
-
-class Timer:
-    """Adds the seconds of a with-block to one metric."""
-
-    def __init__(self, row: dict[str, float], name: str) -> None:
-        self._row, self._name = row, name
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._row[self._name] = self._row.get(self._name, 0.0) + time.perf_counter() - self._started
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Adds the seconds of a with-block to a metric, and to the phase's account."""
+        row, name, started = self._row, f"timing_s/{phase}", time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            row[name] = row.get(name, 0.0) + seconds
+            if phase in ACCOUNTS:
+                self._ledger.book(DEVICE, ACCOUNTS[phase], seconds)

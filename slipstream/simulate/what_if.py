@@ -7,22 +7,16 @@ are taken to be like it, and drafts to give what they gave.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.schedule.rules import Rules
+from slipstream.schedule.rules import MODES, Rules
 from slipstream.schedule.speeds import SpeedCurve
 from slipstream.simulate.against import TRAINING, read_recorded
 from slipstream.simulate.system import Costs, System
 from slipstream.simulate.world import simulate
 
 COLOCATED = System(Rules(), colocated=True)
-MODES = {
-    "sync": System(Rules(tail="move"), streams=True),
-    "async": System(Rules(tail="move", staleness=1), streams=True),
-    "rhyme": System(Rules("two tiers", "move", staleness=1, mixes_steps=False), streams=True),
-}
 WORKERS = (1, 2, 4)
 LEAST_S = 1e-6
 
@@ -41,7 +35,7 @@ class Setting:
         return self.rollout_devices + (self.mode != "colocated")
 
 
-def what_if(run: Path, systems: Mapping[str, System] = MODES) -> list[Setting]:
+def what_if(run: Path) -> list[Setting]:
     """The run as it would be colocated, and in each mode with a few more devices; ValueError if it has too few steps
     to say."""
     recorded = read_recorded(run)
@@ -57,7 +51,8 @@ def what_if(run: Path, systems: Mapping[str, System] = MODES) -> list[Setting]:
     )
     alone = simulate(COLOCATED, costs, steps, num_gpus=1)
     found = [Setting("colocated", 1, alone.step_s, alone.idle_share)]
-    for mode, system in systems.items():
+    for mode, rules in MODES.items():
+        system = System(rules, streams=True)
         for workers in WORKERS:
             if mode == "rhyme" and workers < 2:
                 continue  # there is nobody to share out to

@@ -70,9 +70,9 @@ def measure(folder: Path, mode: str, workers: int) -> dict[str, Any]:
     times = [recorded.metrics[WHOLE][step] for step in counted]
     with RunStore(folder, read_only=True) as store:
         ledger, rewards = store.ledger(), store.metrics_by_name()["reward/mean"]
+        wall_s = store.events("Record")[-1].at_s - store.events("RunBegan")[0].at_s
     measured_s, told_s = statistics.fmean(times), simulated_s(folder, mode, workers)
     by_device = shares(ledger)
-    present_s = {device: sum(one.seconds for one in ledger if one.device == device) for device in by_device}
     return {
         "mode": mode,
         "step_s": measured_s,
@@ -83,7 +83,9 @@ def measure(folder: Path, mode: str, workers: int) -> dict[str, Any]:
         "train_s": statistics.fmean(recorded.metrics[TRAINING][step] for step in counted),
         "last_reward": statistics.fmean([rewards[step] for step in recorded.steps[-3:]]),
         "ledger": by_device,
-        "ledger_balance": balance(ledger, sum(present_s.values())),
+        "ledger_of_wall": {
+            device: balance([one for one in ledger if one.device == device], wall_s) for device in by_device
+        },
     }
 
 
@@ -109,8 +111,8 @@ def main() -> None:
             row = measure(folder, mode, arguments.workers)
             record["rows"].append(row)
             print(
-                f"{mode}: {row['step_s']:.2f} s a step (+-{row['step_s_spread']:.2f}), simulated {row['simulated_s']:.2f} "
-                f"({row['error']:+.0%}); reward at the end {row['last_reward']:.2f}",
+                f"{mode}: {row['step_s']:.2f} s a step (+-{row['step_s_spread']:.2f}), "
+                f"simulated {row['simulated_s']:.2f} ({row['error']:+.0%}); reward at the end {row['last_reward']:.2f}",
                 flush=True,
             )
             arguments.out.write_text(json.dumps(record, indent=1) + "\n")

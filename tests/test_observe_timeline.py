@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from slipstream.observe.store import RunStore
-from slipstream.observe.timeline import spans, write_trace
+from slipstream.observe.timeline import spans, stays, write_trace
 
 
 def test_spans_go_from_action_to_fact(tmp_path: Path) -> None:
@@ -37,3 +37,32 @@ def test_a_phase_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
         store.add_event(1, 5.0, "RunBegan", {"step": 1})
         store.add_event(1, 6.0, "Train", {"step": 2})
         assert spans(store.events()) == []
+
+
+def test_workers_have_rows_from_when_to_when_they_were_there(tmp_path: Path) -> None:
+    with RunStore(tmp_path) as store:
+        for at_s, name, worker in [
+            (1.0, "WorkerJoined", "rollout-1"),
+            (1.5, "WorkerJoined", "rollout-0"),
+            (3.0, "WorkerLeft", "rollout-1"),
+            (4.0, "WorkerJoined", "rollout-1"),
+            (9.0, "WorkerLeft", "rollout-0"),
+        ]:
+            store.add_event(1, at_s, name, {"worker": worker})
+        found = stays(store.events())
+    assert found == {"rollout-1": [(1.0, 3.0), (4.0, 9.0)], "rollout-0": [(1.5, 9.0)]}
+    events = json.loads(write_trace(tmp_path).read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    placed = [(rows[event["tid"]], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
+    assert placed == [
+        ("rollout-0", 500_000, 7_500_000),
+        ("rollout-1", 0, 2_000_000),
+        ("rollout-1", 3_000_000, 5_000_000),
+    ]
+
+
+def test_a_worker_of_a_process_that_was_killed_was_there_until_the_run_went_on(tmp_path: Path) -> None:
+    with RunStore(tmp_path) as store:
+        store.add_event(1, 1.0, "WorkerJoined", {"worker": "rollout-0"})
+        store.add_event(1, 5.0, "RunBegan", {"step": 1})
+        assert stays(store.events()) == {"rollout-0": [(1.0, 5.0)]}

@@ -1,4 +1,7 @@
-"""Processes of a run: started anew (not forked), joined by a pipe, each with a log file of its own.
+"""Processes of a run: joined by a pipe, each with a log file of its own.
+
+They are forked from a server that has imported PRELOADED and done nothing else: a fork of the run itself would have its
+threads' locks and its CUDA context, and a process started from nothing takes seconds to import torch.
 
 `Link` is the end of whoever started one: sending never waits, since another thread does that, so that a process that
 hangs cannot hold up the others. A process ends when its parent does, however that ends, and does not hear Ctrl-C: its
@@ -19,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+PRELOADED = ["slipstream.runtime.coats"]
 LAST_LINES = 5
 """Of a log file that are shown when its process is lost."""
 JOIN_S = 10.0
@@ -59,7 +63,8 @@ class Link:
     def __init__(self, name: str, log_file: Path, num_threads: int, work: Work, *arguments: Any) -> None:
         self.name, self.log_file = name, log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.connection, theirs = context.Pipe()
         self._process = context.Process(
             target=_live, args=(theirs, log_file, num_threads, work, arguments), name=name, daemon=True

@@ -25,6 +25,8 @@ from typing import Any
 PRELOADED = ["slipstream.runtime.coats"]
 LAST_LINES = 5
 """Of a log file that are shown when its process is lost."""
+GRACE_S = 3.0
+"""How long one may take that is to end by itself."""
 JOIN_S = 10.0
 """How long a process that was killed may take to be gone."""
 
@@ -115,10 +117,13 @@ class Link:
         self._process.join(JOIN_S)
 
     def close(self) -> None:
+        """The process ends when it sees that the pipe is closed; if it does not look, it is killed."""
+        self._outbox.put(None)
+        self._sender.join(GRACE_S)
+        self.connection.close()
+        self._process.join(GRACE_S)
         if not self.is_gone:
             self.kill()
-        self._outbox.put(None)
-        self.connection.close()
 
     def _send_all(self) -> None:
         try:

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from slipstream.models.digest import bits_of, tensor_digest
 
@@ -52,13 +53,14 @@ class OnePass:
         self.digests: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[Tensor]:
-        seen: set[tuple[int, torch.Size, tuple[int, ...], int]] = set()
+        seen: dict[tuple[int, torch.Size, tuple[int, ...], int], StorageWeakRef] = {}
         for name, weight in self._weights:
             weight = weight.detach()
             place = weight.data_ptr(), weight.shape, weight.stride(), weight.element_size()
-            if weight.numel() and place in seen:
+            # One that is gone by now, such as a shard's whole, may have left its place to this one.
+            if weight.numel() and place in seen and not seen[place].expired():
                 continue
-            seen.add(place)
+            seen[place] = StorageWeakRef(weight.untyped_storage())
             cast = weight.to(self._dtype)
             self._shapes[name] = tuple(weight.shape)
             self.digests[name] = tensor_digest(cast)

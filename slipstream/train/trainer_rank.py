@@ -43,7 +43,8 @@ class TrainerRank:
 
         `rendezvous`: file:///path/of/a/new/file or tcp://host:port, the same for all; not needed by one alone.
         """
-        self._config, self._source = config, source
+        self._config = config
+        self._tokenizer = load_tokenizer(source)  # now: an older checkpoint is gone by the time of the next
         self._device = _device_of(config.device, rank) if device is None else device
         with ExitStack() as stack:
             self._ranks = stack.enter_context(joined_ranks(rank, num_ranks, rendezvous, self._device))
@@ -106,7 +107,7 @@ class TrainerRank:
             step,
             model=self._trainer.model,
             weights=weights,
-            tokenizer=load_tokenizer(self._source),
+            tokenizer=self._tokenizer,
             trainer_state=trainer_state,
             run_state=run_state,
             keep_last=self._config.run.keep_last,

@@ -208,6 +208,8 @@ class Training(Section):
     """TOKENS whose logits exist at the same time."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward and backward; master weights and optimizer are always float32. auto as engine.dtype."""
+    ranks: int = Field(1, ge=1)
+    """Processes that train together, each with a part of the model (mode=sync, async, rhyme)."""
     deterministic: bool = False
     """The same samples give the same weights, bit for bit. On a GPU by slower kernels; on a CPU they always do. Where
     groups are trained on as they come (mode=sync, async, rhyme): in the order of their prompts."""
@@ -296,6 +298,8 @@ class Config(Section):
         if self.mode == "colocated":
             if self.rollout.workers > 1:
                 raise ValueError("rollout.workers > 1 needs mode=sync, async or rhyme: colocated has one engine, here")
+            if self.train.ranks > 1:
+                raise ValueError("train.ranks > 1 needs mode=sync, async or rhyme: colocated trains in this process")
             return self
         if self.draft.source in ("drafter", "both"):
             raise ValueError(

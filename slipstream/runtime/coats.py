@@ -19,6 +19,7 @@ from slipstream.models.precision import resolve_precision, use_batch_invariant_p
 from slipstream.models.weights import cast_weights
 from slipstream.runtime.drafting import remembers, settle_source
 from slipstream.runtime.engines import choose_device, engine_around
+from slipstream.runtime.folder import REFERENCE_FOLDER
 from slipstream.runtime.processes import Pipe, PipeClosed
 from slipstream.runtime.rollout_messages import Broke, Here
 from slipstream.runtime.rollout_worker import TELL_S, PastTexts, RolloutWorker
@@ -27,8 +28,7 @@ from slipstream.runtime.trainer_worker import TrainerWorker
 from slipstream.stream.editions import RefusedWeights, VersionMissing
 from slipstream.stream.publisher import Publisher
 from slipstream.stream.receiver import Receiver
-from slipstream.train.checkpoint import load_checkpoint
-from slipstream.train.trainer import Trainer
+from slipstream.train.trainer_rank import TrainerRank
 
 WAIT_S = 3600.0
 """A trainer with nothing to do; whatever is said ends the wait."""
@@ -58,29 +58,22 @@ def sample_in_process(pipe: Pipe, config: Config, weights_folder: Path, name: st
     _work_or_tell(work, lambda error, text: pipe.say(Broke(text)))
 
 
-def train_in_process(pipe: Pipe, config: Config, checkpoint_folder: Path, weights_folder: Path) -> None:
+def train_in_process(
+    pipe: Pipe, config: Config, checkpoint_folder: Path, weights_folder: Path, rank: int, rendezvous: str
+) -> None:
     """From a checkpoint, which holds the weights and all that the optimizer knows."""
 
     def work() -> None:
         device = choose_device(config.device)
         if device.type == "cuda" and config.engine.exact:
             use_batch_invariant_products()
-        source = str(checkpoint_folder)
-        checkpoint = load_checkpoint(checkpoint_folder)
-        trainer = Trainer(
-            load_model(source, dtype=torch.float32, device=device),
-            config.train,
-            config.algorithm,
-            temperature=config.sampling.temperature,
-            max_new_tokens=config.sampling.max_new_tokens,
-        )
-        trainer.load_state_dict(checkpoint.trainer_state)
+        source, num_ranks = str(checkpoint_folder), config.train.ranks
+        trainer = TrainerRank(config, source, rank=rank, num_ranks=num_ranks, rendezvous=rendezvous, resume=True)
         if config.algorithm.kl_coef > 0:
-            trainer.reference = load_model(str(config.run.dir / "reference"), dtype=torch.float32, device=device).eval()
-        publisher = Publisher(weights_folder, dtype=resolve_precision(config.engine.dtype, device))
-        tokenizer = load_tokenizer(source)
-        worker = TrainerWorker(trainer, tokenizer, config.run.dir, config.run.keep_last, publisher, pipe.say)
-        pipe.say(TrainerReady(checkpoint.step))
+            trainer.set_reference(str(config.run.dir / REFERENCE_FOLDER))
+        dtype = resolve_precision(config.engine.dtype, device)
+        worker = TrainerWorker(trainer, Publisher(weights_folder, dtype=dtype) if rank == 0 else None, pipe.say)
+        pipe.say(TrainerReady())
         while True:
             for message in pipe.hear(WAIT_S):
                 worker.obey(message)

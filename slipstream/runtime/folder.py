@@ -33,11 +33,12 @@ CONTENTS = (
     PROCESSES_FILE,
 )
 LESSONS_FOLDER = "lessons"
+REFERENCE_FOLDER = "reference"
 LOGS_FOLDER = "logs"
 """What each process printed."""
 WEIGHTS_FOLDER = "weights"
 """On their way from the trainer to rollout workers."""
-FOLDERS = ("checkpoints", "reference", "tensorboard", LESSONS_FOLDER, LOGS_FOLDER, WEIGHTS_FOLDER)
+FOLDERS = ("checkpoints", REFERENCE_FOLDER, "tensorboard", LESSONS_FOLDER, LOGS_FOLDER, WEIGHTS_FOLDER)
 # With these changed, what follows a checkpoint would not be the same run.
 IDENTITY = ("model", "seed", "tasks", "warmup")
 

@@ -46,7 +46,7 @@ from slipstream.runtime.drafting import (
 from slipstream.runtime.driver import drive
 from slipstream.runtime.engines import build_engine, choose_device
 from slipstream.runtime.evaluation import Interrupted
-from slipstream.runtime.folder import RunFolder
+from slipstream.runtime.folder import REFERENCE_FOLDER, RunFolder
 from slipstream.runtime.pool import WorkerBroke
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.runtime.stopping import StopFlag, stop_on_signals
@@ -233,7 +233,7 @@ class _Run:
         """The model that RL starts from, kept beside the checkpoints; only if the KL penalty needs it."""
         if self.config.algorithm.kl_coef == 0:
             return None
-        folder = self.config.run.dir / "reference"
+        folder = self.config.run.dir / REFERENCE_FOLDER
         if self.step == 0:
             self.model.save_pretrained(folder)
         if not folder.is_dir():

@@ -1,4 +1,7 @@
-"""Processes of a run: started anew (not forked), joined by a pipe, each with a log file of its own.
+"""Processes of a run: joined by a pipe, each with a log file of its own.
+
+They are forked from a server that has imported PRELOADED and done nothing else: a fork of the run itself would have its
+threads' locks and its CUDA context, and a process started from nothing takes seconds to import torch.
 
 `Link` is the end of whoever started one: sending never waits, since another thread does that, so that a process that
 hangs cannot hold up the others. A process ends when its parent does, however that ends, and does not hear Ctrl-C: its
@@ -19,8 +22,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+PRELOADED = ["slipstream.runtime.coats"]
 LAST_LINES = 5
 """Of a log file that are shown when its process is lost."""
+GRACE_S = 3.0
+"""How long one may take that is to end by itself."""
 JOIN_S = 10.0
 """How long a process that was killed may take to be gone."""
 
@@ -59,7 +65,8 @@ class Link:
     def __init__(self, name: str, log_file: Path, num_threads: int, work: Work, *arguments: Any) -> None:
         self.name, self.log_file = name, log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.connection, theirs = context.Pipe()
         self._process = context.Process(
             target=_live, args=(theirs, log_file, num_threads, work, arguments), name=name, daemon=True
@@ -110,10 +117,13 @@ class Link:
         self._process.join(JOIN_S)
 
     def close(self) -> None:
+        """The process ends when it sees that the pipe is closed; if it does not look, it is killed."""
+        self._outbox.put(None)
+        self._sender.join(GRACE_S)
+        self.connection.close()
+        self._process.join(GRACE_S)
         if not self.is_gone:
             self.kill()
-        self._outbox.put(None)
-        self.connection.close()
 
     def _send_all(self) -> None:
         try:

@@ -29,11 +29,11 @@ from slipstream.runtime.rollouts import GradedGroup, OpenGroups, store_groups, t
 from slipstream.runtime.trainer_messages import (
     FeedSamples,
     FinishStep,
-    Progress,
     PublishWeights,
     SaveState,
     StateSaved,
     StepFinished,
+    ToTrainer,
     TrainerBroke,
     TrainerReady,
     WeightsPublished,
@@ -76,7 +76,7 @@ class StreamWorld:
         config: Config,
         *,
         pool: Pool,
-        trainer: WorkerLink,
+        trainers: Sequence[WorkerLink],
         ledger: Ledger,
         groups: OpenGroups,
         history: HistoryStore | None,
@@ -90,9 +90,10 @@ class StreamWorld:
         kept_state: dict[str, Any],
         stop_reason: Callable[[], str | None],
     ) -> None:
-        """`rows`: metrics that are known already, by step. `kept_state`: goes into every checkpoint as it is."""
+        """`trainers`: by rank. `rows`: metrics that are known already, by step. `kept_state`: goes into every
+        checkpoint as it is."""
         self._config = config
-        self._pool, self._trainer, self._groups, self._history = pool, trainer, groups, history
+        self._pool, self._trainers, self._groups, self._history = pool, trainers, groups, history
         self._ledger, self._began_s = ledger, time.monotonic()
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
@@ -125,7 +126,7 @@ class StreamWorld:
                 self._train(action)
             case PushWeights():
                 self._pushed = action.step, time.perf_counter()
-                self._trainer.send(PublishWeights(action.step))
+                self._tell_trainers(PublishWeights(action.step))
             case Evaluate():
                 self._evaluate(action)
             case Record():
@@ -143,11 +144,8 @@ class StreamWorld:
             self._console.note("stopping: saving a checkpoint first (Ctrl-C again: stop at once)")
             return [StopAsked(reason)]
         wait_s = GRADING_WAIT_S if self._groups.num_in_grading else WAIT_S
-        wait([self._trainer.connection, *self._pool.connections], wait_s)
-        facts = [fact for message in self._trainer.receive() for fact in self._hear_trainer(message)]
-        if self._trainer.is_gone:
-            facts += [fact for message in self._trainer.receive() for fact in self._hear_trainer(message)]
-            raise TrainerLost(self._trainer.how_it_ended())
+        wait([*(trainer.connection for trainer in self._trainers), *self._pool.connections], wait_s)
+        facts = self._hear_trainers()
         for rollout in self._pool.advance():
             self._collect(rollout)
         facts += [fact for group in self._groups.graded(0.0) for fact in self._hear_grades(group)]
@@ -224,7 +222,7 @@ class StreamWorld:
         samples = train_samples([self._scored[step][position] for position in positions], self._config.algorithm)
         self._fed.update(positions)
         if samples:
-            self._trainer.send(FeedSamples(step, tuple(samples)))
+            self._tell_trainers(FeedSamples(step, tuple(samples)))
             self._num_trained_on += len(samples)
 
     def _train(self, action: Train) -> None:
@@ -254,37 +252,50 @@ class StreamWorld:
         self._feed(step, left)
         if not self._num_trained_on:
             self._console.note(f"step {step}: no group with a reward signal; the weights stay as they are")
-        self._trainer.send(FinishStep(step))
+        self._tell_trainers(FinishStep(step))
         del self._scored[step]
         self._fed, self._num_trained_on = set(), 0
 
-    def _hear_trainer(self, message: Any) -> list[Event]:
+    def _tell_trainers(self, message: ToTrainer) -> None:
+        for trainer in self._trainers:
+            trainer.send(message)
+
+    def _hear_trainers(self) -> list[Event]:
+        gone = [trainer for trainer in self._trainers if trainer.is_gone]
+        heard = {trainer.name: trainer.receive() for trainer in self._trainers}
+        for trainer in gone:  # without a word; if there are others, they may complain of it
+            if not any(isinstance(message, TrainerBroke) for message in heard[trainer.name]):
+                raise TrainerLost(trainer.how_it_ended())
+        return [
+            fact for trainer in self._trainers for one in heard[trainer.name] for fact in self._take_in(trainer, one)
+        ]
+
+    def _take_in(self, trainer: WorkerLink, message: Any) -> list[Event]:
         match message:
             case TrainerReady():
-                self._ledger.book("trainer", "start", time.monotonic() - self._began_s)
+                self._ledger.book(trainer.name, "start", time.monotonic() - self._began_s)
                 return []
-            case Progress():
-                self._bar("training")(0, tokens_left=message.num_given - message.num_done)
-                return []
+            case StepFinished() if trainer is not self._trainers[0]:
+                self._ledger.book(trainer.name, "training", message.busy_s)
+                return []  # what it computed is in what the first says
             case StepFinished():
-                self._close_bar("training")
                 self._row(message.step).update(message.metrics)
                 self._row(message.step)["timing_s/update_actor"] = message.busy_s
-                self._ledger.book("trainer", "training", message.busy_s)
+                self._ledger.book(trainer.name, "training", message.busy_s)
                 return [StepTrained(message.step)]
             case WeightsPublished():
                 self._pool.give_weights(message.version)
-                self._ledger.book("trainer", "weight sync", message.seconds)
+                self._ledger.book(trainer.name, "weight sync", message.seconds)
                 return []
             case StateSaved():
                 self._console.note(f"saved {message.path}")
                 self._row(message.step + 1)["timing_s/save"] = message.seconds
-                self._ledger.book("trainer", "checkpoint", message.seconds)
+                self._ledger.book(trainer.name, "checkpoint", message.seconds)
                 write_report(self._config.run.dir)
                 write_trace(self._config.run.dir)
                 return [Saved(message.step)]
             case TrainerBroke():
-                raise WorkerBroke(f"training: {message.kind}: {message.reason}\n{self._trainer.how_it_ended()}")
+                raise WorkerBroke(f"training: {message.kind}: {message.reason}\n{trainer.how_it_ended()}")
             case _:
                 raise AssertionError(f"the trainer said {message!r}")
 
@@ -323,7 +334,7 @@ class StreamWorld:
             "row": dict(self._rows.get(action.step, {})),
             "under_way": action.under_way,
         }
-        self._trainer.send(SaveState(action.step, self._kept_state | state))
+        self._tell_trainers(SaveState(action.step, self._kept_state | state))
 
     def _row(self, step: int) -> dict[str, float]:
         return self._rows.setdefault(step, {})

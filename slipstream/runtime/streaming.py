@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -103,10 +104,16 @@ def stream(
             return start(name, log_file, worker_threads(config), sample_in_process, config, weights_folder, name)
 
         # How many threads it has is part of what a sum on a CPU comes out as: as many as this process would train with.
-        log_file, num_threads = run_dir / LOGS_FOLDER / "trainer.log", torch.get_num_threads()
-        trainer = start("trainer", log_file, num_threads, train_in_process, config, parts.checkpoint, weights_folder)
-        stack.callback(trainer.close)
-        ledger.arrive("trainer", time.monotonic(), rest="rollout wait")
+        num_threads = max(1, torch.get_num_threads() // config.train.ranks)
+        rendezvous = f"file://{stack.enter_context(TemporaryDirectory())}/ranks"
+        trainers = []
+        for rank in range(config.train.ranks):
+            name = "trainer" if config.train.ranks == 1 else f"trainer-{rank}"
+            log_file = run_dir / LOGS_FOLDER / f"{name}.log"
+            work = (train_in_process, config, parts.checkpoint, weights_folder, rank, rendezvous)
+            trainers.append(start(name, log_file, num_threads, *work))
+            stack.callback(trainers[-1].close)
+            ledger.arrive(name, time.monotonic(), rest="rollout wait")
         pool = Pool(
             MODES[config.mode],
             [f"rollout-{number}" for number in range(config.rollout.workers)],
@@ -120,7 +127,7 @@ def stream(
         world = StreamWorld(
             config,
             pool=pool,
-            trainer=trainer,
+            trainers=trainers,
             ledger=ledger,
             groups=OpenGroups(parts.grader, parts.tokenizer, config.seed),
             history=parts.history,

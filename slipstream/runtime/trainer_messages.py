@@ -42,17 +42,7 @@ ToTrainer = FeedSamples | FinishStep | PublishWeights | SaveState
 
 @dataclass(frozen=True, slots=True)
 class TrainerReady:
-    """It has loaded the checkpoint it was told."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Of the step under way: response tokens that have given their gradient, and those it was given so far."""
-
-    num_done: int
-    num_given: int
+    """It has loaded the checkpoint it was told, and met the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,4 +74,4 @@ class TrainerBroke:
     reason: str
 
 
-FromTrainer = TrainerReady | Progress | StepFinished | WeightsPublished | StateSaved | TrainerBroke
+FromTrainer = TrainerReady | StepFinished | WeightsPublished | StateSaved | TrainerBroke

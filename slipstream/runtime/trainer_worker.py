@@ -1,4 +1,5 @@
-"""A trainer that does what messages say, one after the other. A plain class: it knows no process and no pipe.
+"""A rank of the trainer that does what messages say, one after the other. A plain class: it knows no process and no
+pipe. All ranks are told the same; the first speaks for them.
 
 Between two messages its weights are those after a whole number of steps, so that what is published or saved is what the
 message names, also while groups of the next step have been fed.
@@ -7,19 +8,16 @@ message names, also while groups of the next step have been fed.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from slipstream.models.weights import named_weights
 from slipstream.runtime.trainer_messages import (
     FeedSamples,
     FinishStep,
     FromTrainer,
-    Progress,
     PublishWeights,
     SaveState,
     StateSaved,
@@ -27,12 +25,8 @@ from slipstream.runtime.trainer_messages import (
     ToTrainer,
     WeightsPublished,
 )
-from slipstream.train.checkpoint import save_checkpoint
-from slipstream.train.trainer import Trainer
+from slipstream.train.trainer_rank import TrainerRank
 from slipstream.types import WeightVersion
-
-TELL_S = 0.2
-"""Between two reports of progress."""
 
 
 class WeightSink(Protocol):
@@ -42,22 +36,12 @@ class WeightSink(Protocol):
 
 
 class TrainerWorker:
-    def __init__(
-        self,
-        trainer: Trainer,
-        tokenizer: PreTrainedTokenizerBase,
-        run_dir: Path,
-        keep_last: int,
-        weights: WeightSink,
-        say: Callable[[FromTrainer], None],
-    ) -> None:
-        self._trainer, self._tokenizer = trainer, tokenizer
-        self._run_dir, self._keep_last = run_dir, keep_last
-        self._weights, self._say = weights, say
+    def __init__(self, rank: TrainerRank, weights: WeightSink | None, say: Callable[[FromTrainer], None]) -> None:
+        """`weights`: None for a rank that only takes part."""
+        self._rank, self._weights, self._say = rank, weights, say
         self._step: int | None = None
         """The one that groups were fed to, if any were."""
         self._busy_s = 0.0
-        self._told_s = 0.0
 
     def obey(self, message: ToTrainer) -> None:
         started = time.perf_counter()
@@ -70,37 +54,27 @@ class TrainerWorker:
                 busy_s, self._busy_s = self._busy_s + time.perf_counter() - started, 0.0
                 self._say(StepFinished(message.step, metrics, busy_s))
             case PublishWeights():
-                version = self._weights.publish(named_weights(self._trainer.model), message.number)
+                if self._weights is None:
+                    deque(self._rank.weights(), maxlen=0)  # all ranks go through them
+                    return
+                version = self._weights.publish(self._rank.weights(), message.number)
                 self._say(WeightsPublished(version, time.perf_counter() - started))
             case SaveState():
-                path = save_checkpoint(
-                    self._run_dir,
-                    message.step,
-                    model=self._trainer.model,
-                    tokenizer=self._tokenizer,
-                    trainer_state=self._trainer.state_dict(),
-                    run_state=message.run_state,
-                    keep_last=self._keep_last,
-                )
-                self._say(StateSaved(message.step, path, time.perf_counter() - started))
+                path = self._rank.save(message.step, message.run_state)
+                if path is not None:
+                    self._say(StateSaved(message.step, path, time.perf_counter() - started))
 
     def _feed(self, message: FeedSamples) -> None:
         if self._step is None:
-            self._trainer.begin_step()
+            self._rank.begin_step()
             self._step = message.step
         assert self._step == message.step, f"step {self._step} is under way, not {message.step}"
-        self._trainer.feed(message.samples, self._on_progress)
+        self._rank.feed(message.samples)
 
     def _finish(self, message: FinishStep) -> dict[str, float]:
         assert self._step in (None, message.step), f"step {self._step} is under way, not {message.step}"
         if self._step is None:
-            self._trainer.skip_step()
+            self._rank.skip_step()
             return {}
         self._step = None
-        return self._trainer.finish_step(self._on_progress)
-
-    def _on_progress(self, done: int, total: int) -> None:
-        now_s = time.monotonic()
-        if now_s - self._told_s >= TELL_S:
-            self._told_s = now_s
-            self._say(Progress(done, total))
+        return self._rank.finish_step()

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.models.digest import combined_digest, tensor_digest
+from slipstream.models.digest import combined_digest
 from slipstream.stream.coding import encode
 from slipstream.stream.editions import Bucket, Channel, Edition, Sending, checksum
 from slipstream.stream.shelf import Shelf
-from slipstream.stream.values import cut, dtype_name
+from slipstream.stream.values import OnePass, cut, dtype_name
 from slipstream.types import WeightVersion
 
 BUCKET_BYTES = 32 << 20
@@ -81,7 +81,7 @@ class Publisher:
         if base is not None and base.number >= number:
             base = None
         is_full = base is None or self._since_full + 1 >= self.full_every
-        pass_on = _Pass(weights, self.dtype)
+        pass_on = OnePass(weights, self.dtype)
         done = self._send(cut(pass_on, self._bucket_values), pass_on, number, base, is_full=is_full)
         self._since_full = 0 if is_full else self._since_full + 1
         if is_full:
@@ -108,7 +108,7 @@ class Publisher:
         return version
 
     def _send(
-        self, buckets: Iterator[Tensor], pass_on: _Pass, number: int, base: WeightVersion | None, *, is_full: bool
+        self, buckets: Iterator[Tensor], pass_on: OnePass, number: int, base: WeightVersion | None, *, is_full: bool
     ) -> WeightVersion:
         started = time.perf_counter()
         kept, self._kept = self._kept, []  # no base until all has gone well
@@ -147,38 +147,6 @@ class Publisher:
             version, num_values, num_changed, delta[0] if delta else None, full[0] if full else None, seconds
         )
         return version
-
-
-class _Pass:
-    """One pass over the weights: each in the engines' format, tied ones once; notes names, shapes and hashes."""
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-        self._weights, self._dtype = weights, dtype
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self.digests: dict[str, str] = {}
-
-    def __iter__(self) -> Iterator[Tensor]:
-        seen: set[tuple[int, torch.Size, tuple[int, ...], int]] = set()
-        for name, weight in self._weights:
-            weight = weight.detach()
-            place = weight.data_ptr(), weight.shape, weight.stride(), weight.element_size()
-            if weight.numel() and place in seen:
-                continue
-            seen.add(place)
-            cast = weight.to(self._dtype)
-            self._shapes[name] = tuple(weight.shape)
-            self.digests[name] = tensor_digest(cast)
-            yield cast
-
-    @property
-    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        return tuple(self._shapes.items())
-
-    def check_against(self, before: Sequence[tuple[str, tuple[int, ...]]], *, whole: bool = False) -> None:
-        now = self.tensors
-        if now != (tuple(before) if whole else tuple(before[: len(now)])):
-            other = next((one for one, old in zip(now, before, strict=False) if one != old), "fewer weights")
-            raise ValueError(f"these are not the weights of the version before: {other}")
 
 
 class _Line:

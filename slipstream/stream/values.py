@@ -10,8 +10,9 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from slipstream.models.digest import bits_of
+from slipstream.models.digest import bits_of, tensor_digest
 
 BITS = {"bfloat16": torch.int16, "float16": torch.int16, "float32": torch.int32}
 """Number formats of engines -> integers of the same width."""
@@ -41,6 +42,40 @@ def cut(tensors: Iterable[Tensor], bucket_values: int) -> Iterator[Tensor]:
                 bucket = None
     if bucket is not None:
         yield bucket[:filled].clone()
+
+
+class OnePass:
+    """One pass over the weights: each in the engines' format, tied ones once; notes names, shapes and hashes."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+        self._weights, self._dtype = weights, dtype
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.digests: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        seen: dict[tuple[int, torch.Size, tuple[int, ...], int], StorageWeakRef] = {}
+        for name, weight in self._weights:
+            weight = weight.detach()
+            place = weight.data_ptr(), weight.shape, weight.stride(), weight.element_size()
+            # One that is gone by now, such as a shard's whole, may have left its place to this one.
+            if weight.numel() and place in seen and not seen[place].expired():
+                continue
+            seen[place] = StorageWeakRef(weight.untyped_storage())
+            cast = weight.to(self._dtype)
+            self._shapes[name] = tuple(weight.shape)
+            self.digests[name] = tensor_digest(cast)
+            yield cast
+
+    @property
+    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return tuple(self._shapes.items())
+
+    def check_against(self, before: Sequence[tuple[str, tuple[int, ...]]], *, whole: bool = False) -> None:
+        """ValueError if these are not the same, as far as they have come."""
+        now = self.tensors
+        if now != (tuple(before) if whole else tuple(before[: len(now)])):
+            other = next((one for one, old in zip(now, before, strict=False) if one != old), "fewer weights")
+            raise ValueError(f"these are not the weights of the version before: {other}")
 
 
 class ModelValues:

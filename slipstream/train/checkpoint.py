@@ -52,10 +52,12 @@ def save_checkpoint(
     trainer_state: dict[str, Any],
     run_state: dict[str, Any],
     keep_last: int,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write step_N, point `latest` at it, and remove all but the newest `keep_last` checkpoints up to step N.
 
-    Later steps (from before a resume of an earlier one) are left alone. `run_state` must be JSON.
+    Later steps (from before a resume of an earlier one) are left alone. `run_state` must be JSON. `weights`: instead of
+    the model's own, which may be a part of them.
     """
     folder = run_dir / "checkpoints"
     target = folder / f"step_{step}"
@@ -64,7 +66,7 @@ def save_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
         partial.mkdir()
-        model.save_pretrained(partial)
+        model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
         _save_tensors(trainer_state, partial / TRAINER_STATE)
         (partial / RUN_STATE).write_text(json.dumps(run_state, indent=1))
@@ -121,9 +123,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(
         path=path,
         step=json.loads((path / MANIFEST).read_text())["step"],
-        trainer_state=torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True),
+        trainer_state=load_trainer_state(path),
         run_state=json.loads((path / RUN_STATE).read_text()),
     )
+
+
+def load_trainer_state(path: Path) -> dict[str, Any]:
+    """Of a checkpoint that somebody has verified. Read from the disk as it is used."""
+    state: dict[str, Any] = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True, mmap=True)
+    return state
 
 
 def find_damage(path: Path) -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,10 @@ class NonFiniteLoss(ArithmeticError):
             f"Try a lower {where.lr_setting}, a lower train.max_grad_norm or train.precision=float32"
         )
         self.uids = tuple(uids)
+        self._made_of = (what, where, self.uids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NonFiniteLoss, self._made_of  # it travels from the rank that meets it
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from slipstream.engine.engine import Engine
 from slipstream.models.weights import fingerprint, named_weights, write_weights
+from slipstream.observe.ledger import Ledger
 from slipstream.runtime.pool import MAX_LOSSES, Pool, WorkerBroke
 from slipstream.runtime.rollout_messages import Broke, GiveBack, Grown, Here, SampleGroup, Spent
 from slipstream.runtime.rollout_worker import PastTexts, RolloutWorker
@@ -100,6 +101,7 @@ class Stage:
             [f"w{number}" for number in range(num_workers)],
             self.start,
             silence_s=silence_s,
+            ledger=Ledger(),
             note=self.noted.append,
             say=self.said.append,
             clock=self.clock,

@@ -76,6 +76,14 @@ def test_a_synchronous_run_with_two_workers_has_the_weights_of_a_colocated_one(c
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(row["rollout/staleness"] == 0 and row["timing_s/gen"] > 0 for row in rows[1:])
     assert all(row["workers/decode_s"] > 0 for row in rows[1:])
+    with RunStore(tmp_path / "run", read_only=True) as store:
+        ledger = store.ledger()
+    devices = ("rollout-0", "rollout-1", "trainer")
+    seconds = [sum(one.seconds for one in ledger if one.device == device) for device in devices]
+    assert max(seconds) == pytest.approx(min(seconds), rel=0.01), "all were there from the start to the end"
+    accounts = {(one.device, one.account) for one in ledger}
+    assert {("rollout-0", "decode"), ("rollout-1", "decode"), ("trainer", "training")} <= accounts
+    assert not any(one.account == "training" for one in ledger if one.device != "trainer")
     assert {"rollout-0.log", "rollout-1.log", "trainer.log"} == {
         path.name for path in (tmp_path / "run" / "logs").iterdir()
     }

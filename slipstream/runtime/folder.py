@@ -16,6 +16,8 @@ from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, load_chec
 
 PROCESSES_FILE = "processes.json"
 """The process numbers of a run that has several, by name."""
+CONTROL_FILE = "control.json"
+"""What a run that is going on was asked to change."""
 # What a run makes, and all that --overwrite removes: the folder may hold other things.
 CONTENTS = (
     "config.yaml",
@@ -31,6 +33,7 @@ CONTENTS = (
     "latest",
     "wandb_id",
     PROCESSES_FILE,
+    CONTROL_FILE,
 )
 LESSONS_FOLDER = "lessons"
 REFERENCE_FOLDER = "reference"

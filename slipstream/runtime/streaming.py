@@ -27,7 +27,7 @@ from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
 from slipstream.runtime.coats import sample_in_process, train_in_process
 from slipstream.runtime.driver import drive
-from slipstream.runtime.folder import LOGS_FOLDER, PROCESSES_FILE, WEIGHTS_FOLDER
+from slipstream.runtime.folder import CONTROL_FILE, LOGS_FOLDER, PROCESSES_FILE, WEIGHTS_FOLDER
 from slipstream.runtime.pool import Pool
 from slipstream.runtime.processes import Link
 from slipstream.runtime.rollouts import OpenGroups
@@ -73,6 +73,7 @@ def stream(
     config, run_dir = parts.config, parts.config.run.dir
     weights_folder = run_dir / WEIGHTS_FOLDER
     shutil.rmtree(weights_folder, ignore_errors=True)  # of a run that was cut off: versions are numbered anew
+    (run_dir / CONTROL_FILE).unlink(missing_ok=True)  # what it was asked for, the recipe says now
     step = first.step
 
     def write(now_s: float, *items: Item) -> None:
@@ -113,7 +114,7 @@ def stream(
             stack.callback(trainers[-1].close)
         pool = Pool(
             MODES[config.mode],
-            [f"rollout-{number}" for number in range(config.rollout.workers)],
+            config.rollout.workers,
             start_worker,
             silence_s=config.rollout.silence_s,
             note=lambda event: write(time.time(), event),

@@ -92,7 +92,7 @@ def save(held: list[TrainerRank], step: int) -> Path | None:
 
 
 def watch(held: list[TrainerRank]) -> None:
-    held[0].trainer.on_hidden = lambda batch, hidden_TD: SHOWN.extend(batch.names)
+    held[0].trainer.on_hidden = lambda batch, hidden_TD: SHOWN.extend(batch.names or ["nobody"])
 
 
 SHOWN: list[str] = []
@@ -230,7 +230,7 @@ def compare_step(one: list[TrainerRank], ranks: Team, feeds: Sequence[Group]) ->
 KINDS = [
     ({"name": "grpo"}, {"max_grad_norm": 0.01}),
     ({"name": "cispo", "kl_coef": 0.2}, {"updates_per_step": 2, "weight_decay": 0.1}),
-    ({"name": "dr_grpo"}, {"precision": "bfloat16"}),
+    ({"name": "dr_grpo"}, {"precision": "bfloat16", "gradient_checkpointing": True}),
     ({"name": "rloo", "kl_coef": 0.1}, {"micro_batch_tokens": 10_000}),
 ]
 

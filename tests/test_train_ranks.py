@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from slipstream.config import Config, build_config
 from slipstream.models.tiny import build_tiny_tokenizer
+from slipstream.train.checkpoint import CheckpointNotSaved
 from slipstream.train.policy import NonFiniteLoss
 from slipstream.train.trainer_rank import TrainerRank
 from slipstream.types import TrainSample
@@ -102,6 +103,10 @@ def shown(held: list[TrainerRank]) -> list[str]:
     return SHOWN
 
 
+def run_own_step(held: list[TrainerRank], feeds_by_rank: Sequence[Sequence[Group]]) -> dict[str, float]:
+    return run_step(held, feeds_by_rank[held[0].trainer.ranks.rank])
+
+
 class Team:
     """Some of the processes as the ranks of one trainer."""
 
@@ -121,14 +126,18 @@ class Team:
         return self
 
     def answers(self) -> list[Any]:
+        found = self.answers_and_errors()
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return found
+
+    def answers_and_errors(self) -> list[Any]:
         found = []
         for process in self.processes:
             assert process.pipe.poll(60), "a rank does not answer"
-            found.append(process.pipe.recv())
-        for fine, value in found:
-            if not fine:
-                raise value
-        return [value for _, value in found]
+            found.append(process.pipe.recv()[1])
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -278,6 +287,47 @@ def test_the_warm_start_and_hidden_states(team: Callable[..., Team], source: Pat
     first, second = ranks.tell(shown)
     taught = [sample.uid for group in groups for sample in group if sample.advantage]
     assert sorted(first + second) == sorted(taught) and first and second, "each is computed once, by one rank"
+
+
+def test_ranks_that_were_fed_in_another_order_do_not_update(
+    team: Callable[..., Team], source: Path, tmp_path: Path
+) -> None:
+    ranks, groups = team(2, make_config(tmp_path), source), make_groups()
+    before = ranks.tell(take_weights)[0]
+    for process in ranks.processes:
+        process.pipe.send((run_own_step, ([groups, groups[::-1]],)))
+    for error in ranks.answers_and_errors():
+        assert isinstance(error, AssertionError) and "another order" in str(error)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ranks.tell(take_weights)[0].items())
+
+
+def test_a_rank_that_dies_is_noticed_by_the_others(source: Path, tmp_path: Path) -> None:
+    started = [Process() for _ in range(2)]
+    ranks = Team(started).open(make_config(tmp_path), source, tmp_path / "meet")
+    ranks.tell(run_step, make_groups())
+    started[1].process.kill()
+    started[1].process.join()
+    try:
+        started[0].pipe.send((run_step, (make_groups(1),)))
+        assert started[0].pipe.poll(20), "it waits for one that is gone"
+        fine, error = started[0].pipe.recv()
+        assert not fine and isinstance(error, RuntimeError)
+    finally:
+        started[0].process.kill()
+        started[0].process.join()
+
+
+def test_a_checkpoint_that_cannot_be_written_harms_nobody(
+    team: Callable[..., Team], source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder can be in here")
+    config = make_config(tmp_path / "file" / "run")
+    one, ranks = alone(config, source), team(2, config, source)
+    for process in ranks.processes:
+        process.pipe.send((save, (1,)))
+    error, other = ranks.answers_and_errors()
+    assert isinstance(error, CheckpointNotSaved) and other is None
+    compare_step(one, ranks, make_groups())
 
 
 def test_a_fault_of_one_rank_stops_all_and_names_the_sample(

@@ -24,8 +24,9 @@ from slipstream.train.trainer_rank import TrainerRank
 from slipstream.types import TrainSample
 
 VOCABULARY, MAX_NEW_TOKENS, NUM_PROCESSES = 25, 12, 3
-ROUNDING = 2e-6
-"""Relative distance of two gradients that differ by the order of their sums; measured: below 4e-7."""
+ROUNDING = 5e-6
+"""Relative distance of two gradients that differ by the order of their sums; measured: up to 9e-7 in a second step,
+whose weights differ already. Weights move by little, so they are nearer by far: measured up to 2e-8."""
 Group = list[TrainSample]
 
 
@@ -86,6 +87,13 @@ def take_weights(held: list[TrainerRank]) -> dict[str, Tensor]:
 def take_moments(held: list[TrainerRank]) -> list[Tensor] | None:
     state = held[0].trainer.state_dict()["optimizer"]["state"]
     return [moments["exp_avg"] for moments in state.values()]
+
+
+def count_numbers(held: list[TrainerRank]) -> int:
+    """Of weights and moments that this rank keeps."""
+    trainer = held[0].trainer
+    moments = [value for state in trainer.optimizer.state.values() for value in state.values() if value.ndim]
+    return sum(whole.to_local().numel() for whole in (*trainer.parameters, *moments))
 
 
 def save(held: list[TrainerRank], step: int) -> Path | None:
@@ -233,7 +241,7 @@ def compare_step(one: list[TrainerRank], ranks: Team, feeds: Sequence[Group]) ->
     weights = take_weights(one)
     for given in ranks.tell(take_weights):
         assert given.keys() == weights.keys()
-        assert distance(list(weights.values()), list(given.values())) < ROUNDING
+        assert distance(list(weights.values()), list(given.values())) < ROUNDING / 20
 
 
 KINDS = [
@@ -281,6 +289,8 @@ def test_the_warm_start_and_hidden_states(team: Callable[..., Team], source: Pat
     one, ranks = alone(config, source), team(2, config, source)
     assert ranks.tell(supervise)[0] == pytest.approx(supervise(one), rel=1e-5)
     compare_step(one, ranks, make_groups())
+    counts, num_weights = ranks.tell(count_numbers), sum(tensor.numel() for tensor in take_weights(one).values())
+    assert sum(counts) == 3 * num_weights and max(counts) < 1.6 * num_weights, "each keeps about half"
     ranks.tell(watch)
     groups = make_groups(1)
     ranks.tell(run_step, groups)

@@ -41,6 +41,10 @@ class Shelf:
             return []
         return sorted(path.name for path in self.folder.iterdir() if not path.name.startswith("."))
 
+    def has(self, number: int) -> bool:
+        """Whether an edition of this version is complete."""
+        return any(_number_of(name) == number and (self.folder / name / MANIFEST).is_file() for name in self.names())
+
     def edition(self, name: str) -> Edition | None:
         """None if it is under way or gone. ValueError if its manifest is damaged."""
         try:

@@ -251,30 +251,38 @@ def main() -> None:
     parser.add_argument("--float32-steps", type=int, default=3, help="measured as float32 too")
     parser.add_argument("--workers", default="1,2,4")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", default="workers,damage,steps", help="others stay in --out as they are")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="of the recipe")
     arguments = parser.parse_args()
     folder: Path = arguments.record
+    parts = arguments.parts.split(",")
     if not (folder / f"{arguments.steps:03d}.safetensors").is_file():
         record_versions(folder, arguments.recipe, arguments.steps, arguments.overrides)
         shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
     model_name = load_config(RECIPES / arguments.recipe).model
     numbers = [int(number) for number in arguments.workers.split(",")]
-    record = describe_machine(CPU, torch.bfloat16) | {
+    record = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
+    record |= describe_machine(CPU, torch.bfloat16) | {
+        "cores": os.cpu_count(),
         "what": "benchmarks/weights.py",
         "recipe": arguments.recipe,
         "overrides": arguments.overrides,
-        "load_average_before": os.getloadavg()[0],
     }
-    workers = Workers.start(max(numbers), model_name, torch.bfloat16)
-    try:
-        record["workers"] = measure_workers(folder, workers, numbers, arguments.repeats, torch.bfloat16)
-        record["damage"] = measure_damage(folder, workers, torch.bfloat16)
-    finally:
-        workers.stop()
-    record["bfloat16"] = measure_steps(folder, model_name, arguments.steps, torch.bfloat16)
-    record["float32"] = measure_steps(folder, model_name, arguments.float32_steps, torch.float32)
-    record["load_average_after"] = os.getloadavg()[0]
+    if {"workers", "damage"} & set(parts):
+        workers = Workers.start(max(numbers), model_name, torch.bfloat16)
+        try:
+            if "workers" in parts:
+                record["workers"] = measure_workers(folder, workers, numbers, arguments.repeats, torch.bfloat16)
+            if "damage" in parts:
+                record["damage"] = measure_damage(folder, workers, torch.bfloat16)
+        finally:
+            workers.stop()
+    if "steps" in parts:
+        record["bfloat16"] = measure_steps(folder, model_name, arguments.steps, torch.bfloat16)
+        record["float32"] = measure_steps(folder, model_name, arguments.float32_steps, torch.float32)
+    for part in parts:  # of a machine that others use too, what is measured depends on them
+        record.setdefault("load_average", {})[part] = round(os.getloadavg()[0], 1)
     arguments.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

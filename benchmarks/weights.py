@@ -82,24 +82,37 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
     return {name: float(f"{value:.{digits}g}") for name, value in found.items()}
 
 
+class Stopwatch:
+    """Seconds by the clock and of this process's cores: the second do not depend on who else uses the machine."""
+
+    def __enter__(self) -> Stopwatch:
+        self._began = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds, self.cpu_s = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
+
+
 def measure_steps(folder: Path, model_name: str, last: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Every step's delta, sent and taken in this process with a model that follows."""
+    """Every step's delta, sent and taken in this process, on one core, with a model that follows."""
+    torch.set_num_threads(1)
     model = load_model(model_name, dtype=dtype, device=CPU)
     rows = []
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shelf:
         publisher, receiver = Publisher(Path(shelf), dtype=dtype, full_every=1000), Receiver(Path(shelf), "bench")
         for number in range(last + 1):
             weights = version(folder, number)
-            told = publisher.publish(weights, number)
-            started = time.perf_counter()
-            assert receiver.catch_up(model, number) == told
-            catch_up_s = time.perf_counter() - started
-            started = time.perf_counter()
-            assert fingerprint(model) == told.digest
-            hash_s = time.perf_counter() - started
+            with Stopwatch() as publish:
+                told = publisher.publish(weights, number)
+            with Stopwatch() as catch_up:
+                assert receiver.catch_up(model, number) == told
+            with Stopwatch() as hashing:
+                assert fingerprint(model) == told.digest
             done = publisher.last
             assert done is not None
-            row = {"step": number, "publish_s": done.seconds, "catch_up_s": catch_up_s, "hash_s": hash_s}
+            row: dict[str, Any] = {"step": number}
+            for name, watch in (("publish", publish), ("catch_up", catch_up), ("hash", hashing)):
+                row |= {f"{name}_s": watch.seconds, f"{name}_cpu_s": watch.cpu_s}
             if done.delta_bytes is None:
                 assert done.full_bytes is not None
                 full = {"bytes": done.full_bytes, **{name: round(value, 3) for name, value in row.items()}}
@@ -119,7 +132,7 @@ def measure_steps(folder: Path, model_name: str, last: int, dtype: torch.dtype) 
         "share_changed": spread([row["changed"] for row in rows]),
         "delta_of_full": spread([row["delta_bytes"] / full["bytes"] for row in rows]),
         "delta_bytes": spread([row["delta_bytes"] for row in rows], 4),
-        **{name: spread([row[name] for row in rows]) for name in ("publish_s", "catch_up_s", "hash_s")},
+        **{name: spread([row[name] for row in rows]) for name in rows[0] if name.endswith("_s")},
         "steps": rows,
     }
 

@@ -39,7 +39,7 @@ class Shelf:
         """Of the editions, complete or under way, oldest first."""
         if not self.folder.is_dir():
             return []
-        return sorted(path.name for path in self.folder.iterdir() if not path.name.startswith("."))
+        return sorted(path.name for path in self.folder.iterdir() if path.name.partition(".")[0].isdigit())
 
     def has(self, number: int) -> bool:
         """Whether an edition of this version is complete."""

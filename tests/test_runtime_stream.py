@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from test_runtime import SETTINGS, measured, rollouts, start
+from test_runtime import FACTS, SETTINGS, measured, rollouts, start
 from transformers import AutoModelForCausalLM
 
 from slipstream.config import load_config
@@ -20,6 +20,8 @@ from slipstream.observe.store import RunStore
 from slipstream.runtime.control import ask_for_workers, workers_asked_for
 from slipstream.runtime.folder import RunFolder
 from slipstream.runtime.local import run_training
+from slipstream.schedule.events import WorkerJoined, WorkerLeft, from_record
+from slipstream.schedule.pipeline import Pipeline
 
 STEPS = 4
 SYNC: dict[str, Any] = {"mode": "sync", "rollout": {"workers": 2, "silence_s": 5}}
@@ -82,6 +84,26 @@ def test_a_synchronous_run_with_two_workers_has_the_weights_of_a_colocated_one(c
     assert {"rollout-0.log", "rollout-1.log", "trainer.log"} == {
         path.name for path in (tmp_path / "run" / "logs").iterdir()
     }
+
+
+def test_events_replayed_give_the_same_actions(tmp_path: Path) -> None:
+    """Of a run that trains and evaluates at once; written in the order in which they came."""
+    recipe = write_recipe(tmp_path, "run", **SYNC)
+    assert run_training(load_config(recipe, ["train.steps=2", "warmup.steps=1"]), quiet=True).reason == "done"
+    config = load_config(tmp_path / "run" / "config.yaml")
+    with RunStore(tmp_path / "run", read_only=True) as store:
+        items = [from_record(event.name, event.payload) for event in store.events()]
+    pipeline, expected, num_events = Pipeline(config), list[Any](), 0
+    for item in items:
+        if isinstance(item, WorkerJoined | WorkerLeft):
+            continue
+        if type(item).__name__ in FACTS:
+            assert expected == []
+            expected = list(pipeline.on_event(item, 0.0))  # type: ignore[arg-type]
+            num_events += 1
+        else:
+            assert item == expected.pop(0)
+    assert expected == [] and num_events > 10
 
 
 def test_processes_that_are_killed_or_hang_change_nothing(colocated: Path, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 
 from slipstream.config import load_config
-from slipstream.runtime.folder import CONTROL_FILE
+
+CONTROL_FILE = "control.json"
 
 
 def ask_for_workers(run_dir: Path, num_workers: int) -> None:

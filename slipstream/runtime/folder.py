@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slipstream.config import Config, dump_config, load_config
+from slipstream.runtime.control import CONTROL_FILE
 from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, point_latest_at
 
 PROCESSES_FILE = "processes.json"
 """The process numbers of a run that has several, by name."""
-CONTROL_FILE = "control.json"
-"""What a run that is going on was asked to change."""
 # What a run makes, and all that --overwrite removes: the folder may hold other things.
 CONTENTS = (
     "config.yaml",

@@ -26,8 +26,9 @@ from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
 from slipstream.runtime.coats import sample_in_process, train_in_process
+from slipstream.runtime.control import CONTROL_FILE
 from slipstream.runtime.driver import drive
-from slipstream.runtime.folder import CONTROL_FILE, LOGS_FOLDER, PROCESSES_FILE, WEIGHTS_FOLDER
+from slipstream.runtime.folder import LOGS_FOLDER, PROCESSES_FILE, WEIGHTS_FOLDER
 from slipstream.runtime.pool import Pool
 from slipstream.runtime.processes import Link
 from slipstream.runtime.rollouts import OpenGroups

@@ -82,24 +82,37 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
     return {name: float(f"{value:.{digits}g}") for name, value in found.items()}
 
 
+class Stopwatch:
+    """Seconds by the clock and of this process's cores: the second do not depend on who else uses the machine."""
+
+    def __enter__(self) -> Stopwatch:
+        self._began = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds, self.cpu_s = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
+
+
 def measure_steps(folder: Path, model_name: str, last: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Every step's delta, sent and taken in this process with a model that follows."""
+    """Every step's delta, sent and taken in this process, on one core, with a model that follows."""
+    torch.set_num_threads(1)
     model = load_model(model_name, dtype=dtype, device=CPU)
     rows = []
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shelf:
         publisher, receiver = Publisher(Path(shelf), dtype=dtype, full_every=1000), Receiver(Path(shelf), "bench")
         for number in range(last + 1):
             weights = version(folder, number)
-            told = publisher.publish(weights, number)
-            started = time.perf_counter()
-            assert receiver.catch_up(model, number) == told
-            catch_up_s = time.perf_counter() - started
-            started = time.perf_counter()
-            assert fingerprint(model) == told.digest
-            hash_s = time.perf_counter() - started
+            with Stopwatch() as publish:
+                told = publisher.publish(weights, number)
+            with Stopwatch() as catch_up:
+                assert receiver.catch_up(model, number) == told
+            with Stopwatch() as hashing:
+                assert fingerprint(model) == told.digest
             done = publisher.last
             assert done is not None
-            row = {"step": number, "publish_s": done.seconds, "catch_up_s": catch_up_s, "hash_s": hash_s}
+            row: dict[str, Any] = {"step": number}
+            for name, watch in (("publish", publish), ("catch_up", catch_up), ("hash", hashing)):
+                row |= {f"{name}_s": watch.seconds, f"{name}_cpu_s": watch.cpu_s}
             if done.delta_bytes is None:
                 assert done.full_bytes is not None
                 full = {"bytes": done.full_bytes, **{name: round(value, 3) for name, value in row.items()}}
@@ -119,7 +132,7 @@ def measure_steps(folder: Path, model_name: str, last: int, dtype: torch.dtype) 
         "share_changed": spread([row["changed"] for row in rows]),
         "delta_of_full": spread([row["delta_bytes"] / full["bytes"] for row in rows]),
         "delta_bytes": spread([row["delta_bytes"] for row in rows], 4),
-        **{name: spread([row[name] for row in rows]) for name in ("publish_s", "catch_up_s", "hash_s")},
+        **{name: spread([row[name] for row in rows]) for name in rows[0] if name.endswith("_s")},
         "steps": rows,
     }
 
@@ -251,30 +264,38 @@ def main() -> None:
     parser.add_argument("--float32-steps", type=int, default=3, help="measured as float32 too")
     parser.add_argument("--workers", default="1,2,4")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", default="workers,damage,steps", help="others stay in --out as they are")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="of the recipe")
     arguments = parser.parse_args()
     folder: Path = arguments.record
+    parts = arguments.parts.split(",")
     if not (folder / f"{arguments.steps:03d}.safetensors").is_file():
         record_versions(folder, arguments.recipe, arguments.steps, arguments.overrides)
         shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
     model_name = load_config(RECIPES / arguments.recipe).model
     numbers = [int(number) for number in arguments.workers.split(",")]
-    record = describe_machine(CPU, torch.bfloat16) | {
+    record = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
+    record |= describe_machine(CPU, torch.bfloat16) | {
+        "cores": os.cpu_count(),
         "what": "benchmarks/weights.py",
         "recipe": arguments.recipe,
         "overrides": arguments.overrides,
-        "load_average_before": os.getloadavg()[0],
     }
-    workers = Workers.start(max(numbers), model_name, torch.bfloat16)
-    try:
-        record["workers"] = measure_workers(folder, workers, numbers, arguments.repeats, torch.bfloat16)
-        record["damage"] = measure_damage(folder, workers, torch.bfloat16)
-    finally:
-        workers.stop()
-    record["bfloat16"] = measure_steps(folder, model_name, arguments.steps, torch.bfloat16)
-    record["float32"] = measure_steps(folder, model_name, arguments.float32_steps, torch.float32)
-    record["load_average_after"] = os.getloadavg()[0]
+    if {"workers", "damage"} & set(parts):
+        workers = Workers.start(max(numbers), model_name, torch.bfloat16)
+        try:
+            if "workers" in parts:
+                record["workers"] = measure_workers(folder, workers, numbers, arguments.repeats, torch.bfloat16)
+            if "damage" in parts:
+                record["damage"] = measure_damage(folder, workers, torch.bfloat16)
+        finally:
+            workers.stop()
+    if "steps" in parts:
+        record["bfloat16"] = measure_steps(folder, model_name, arguments.steps, torch.bfloat16)
+        record["float32"] = measure_steps(folder, model_name, arguments.float32_steps, torch.float32)
+    for part in parts:  # of a machine that others use too, what is measured depends on them
+        record.setdefault("load_average", {})[part] = round(os.getloadavg()[0], 1)
     arguments.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -70,6 +70,21 @@ def train(
         raise typer.Exit(130)
 
 
+@app.command()
+def scale(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that is going on.")],
+    rollout: Annotated[int, typer.Option(help="Processes that sample, from now on.", min=1)],
+) -> None:
+    """Add rollout workers to a run that is going on, or take some away; no rollout is harmed.
+
+    For runs with mode=sync, async or rhyme, for example: slipstream scale runs/quickstart --rollout 3
+    """
+    from slipstream.runtime.control import ask_for_workers
+
+    ask_for_workers(run, rollout)
+    typer.echo(f"{run} will have {rollout} rollout worker(s) in a moment; see workers/count in {run / 'metrics.jsonl'}")
+
+
 @app.command("eval", context_settings=_TAKES_OVERRIDES)
 def evaluate(
     context: typer.Context,

@@ -206,6 +206,8 @@ class Training(Section):
     """Packed TOKENS (prompt and response) in one forward and backward."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """TOKENS whose logits exist at the same time."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward and compute the rest again: less memory, a third more work."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward and backward; master weights and optimizer are always float32. auto as engine.dtype."""
     ranks: int = Field(1, ge=1)

@@ -65,6 +65,7 @@ PURE = {
             "lengths",
             "members",
             "order",
+            "pipeline",
             "ranker",
             "rules",
             "scheduler",
@@ -98,7 +99,13 @@ PURE = {
         f"slipstream.observe.{name}"
         for name in ("metrics", "console", "figures", "ledger", "loggers", "page", "report", "store")
     ],
-    "driver": [f"slipstream.runtime.{name}" for name in ("driver", "drafter_messages", "drafter_session")],
+    "driver": [
+        f"slipstream.runtime.{name}"
+        for name in (
+            *("control", "driver", "drafter_messages", "drafter_session"),
+            *("pool", "processes", "rollout_messages", "stopping", "trainer_messages"),
+        )
+    ],
     "cli": ["slipstream.cli"],
 }
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}

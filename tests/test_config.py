@@ -51,6 +51,12 @@ def write(folder: Path, name: str, content: dict[str, Any]) -> Path:
         ({"tasks": {"train": [{"size": 9}]}}, "'tasks.train.0.source' is required"),
         ({"train": {"samples_per_prompt": 1}}, "set train.samples_per_prompt >= 2"),
         ({"train": {"updates_per_step": 99}}, "train.updates_per_step cannot exceed train.prompts_per_step"),
+        ({"mode": "parallel"}, "'mode' is 'parallel'"),
+        ({"rollout": {"workers": 2}}, "rollout.workers > 1 needs mode=sync, async or rhyme"),
+        ({"train": {"ranks": 2}}, "train.ranks > 1 needs mode=sync, async or rhyme"),
+        ({"mode": "rhyme"}, "write rollout.workers=2 or more"),
+        ({"mode": "sync", "engine": {"sleep": "kv"}}, "engine.sleep makes room for training in the same process"),
+        ({"mode": "async", "draft": {"source": "both"}}, "write mode=colocated, or draft.source=history or off"),
     ],
 )  # fmt: skip
 def test_an_error_says_where_and_what_to_write(changes: dict[str, Any], words: str) -> None:

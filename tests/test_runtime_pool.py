@@ -34,13 +34,16 @@ def engine_of(seed: int = 0) -> Engine:
     return Engine(small_llama(seed), max_sequences=SLOTS, max_length=96)
 
 
+MODELS = {number: small_llama(seed) for number, seed in SEEDS.items()}
+
+
 def version_of(number: int) -> WeightVersion:
-    return WeightVersion(number, fingerprint(small_llama(SEEDS[number])))
+    return WeightVersion(number, fingerprint(MODELS[number]))
 
 
 class Shelf:
     def catch_up(self, model: PreTrainedModel, number: int) -> WeightVersion:
-        write_weights(model, named_weights(small_llama(SEEDS[number])))
+        write_weights(model, named_weights(MODELS[number]))
         return WeightVersion(number, fingerprint(model))
 
 
@@ -73,7 +76,9 @@ class LocalLink:
             inbox, self._inbox[:] = list(self._inbox), []
             for message in inbox:
                 self.worker.obey(message)
-            self.worker.step()
+            self.is_gone = self.worker.is_leaving
+            if not self.is_gone:
+                self.worker.step()
 
     def receive(self) -> list[Any]:
         said, self._outbox[:] = list(self._outbox), []
@@ -94,11 +99,11 @@ class Stage:
 
     def __init__(self, mode: str, num_workers: int, silence_s: float = 60.0, shelf: Any = None) -> None:
         self.clock, self.links, self.noted, self.said = Clock(), dict[str, LocalLink](), list[FleetEvent](), list[str]()
-        self.num_started = 0
+        self.started: list[LocalLink] = []
         self.shelf = shelf or Shelf()
         self.pool = Pool(
             MODES[mode],
-            [f"w{number}" for number in range(num_workers)],
+            num_workers,
             self.start,
             silence_s=silence_s,
             ledger=Ledger(),
@@ -108,8 +113,8 @@ class Stage:
         )
 
     def start(self, name: str) -> LocalLink:
-        self.num_started += 1
         self.links[name] = LocalLink(name, self.clock, self.shelf)
+        self.started.append(self.links[name])
         return self.links[name]
 
     def advance(self, chance: random.Random | None = None) -> list[Rollout]:
@@ -186,7 +191,7 @@ def test_workers_that_are_lost_or_hang_harm_no_rollout(seed: int) -> None:
             ended[rollout.request.uid] = rollout
     assert not stage.pool.has_work
     assert content(ended) == undisturbed(GROUPS)
-    assert stage.pool.num_lost >= 4 and stage.num_started == 3 + stage.pool.num_lost
+    assert stage.pool.num_lost >= 4 and len(stage.started) == 3 + stage.pool.num_lost
     assert sum(isinstance(event, WorkerLeft) for event in stage.noted) > 0
 
 
@@ -207,6 +212,28 @@ def test_a_lost_rollout_goes_on_from_its_tokens() -> None:
     assert 0 < sampled < 30, "the other worker sampled only the rest"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_workers_come_and_go_and_no_rollout_is_harmed(seed: int) -> None:
+    chance = random.Random(seed)
+    stage = Stage(sorted(MODES)[seed], 2)
+    stage.pool.give_weights(version_of(0))
+    for number, requests in enumerate(GROUPS):
+        stage.pool.ask(1, f"prompt {number}", requests)
+    ended: dict[str, Rollout] = {}
+    for tick in range(200):
+        if tick in (12, 24, 40):
+            stage.pool.resize({12: 4, 24: 1, 40: 3}[tick])
+        ended |= {rollout.request.uid: rollout for rollout in stage.advance(chance)}
+    assert not stage.pool.has_work and stage.pool.num_workers == 3
+    assert content(ended) == undisturbed(GROUPS)
+    assert stage.pool.num_lost == 0, "who leaves is not lost"
+    assert {event.worker for event in stage.noted if isinstance(event, WorkerLeft)} == {
+        *("rollout-1", "rollout-2", "rollout-3"),
+    }
+    num_sampled = sum(link.worker._engine.facts().decode_tokens for link in stage.started)
+    assert num_sampled == sum(len(rollout.token_ids) for rollout in ended.values()), "no token is sampled twice"
+
+
 def test_weights_are_there_before_anything_later_is_sampled() -> None:
     stage = Stage("sync", 2)
     stage.pool.give_weights(version_of(0))
@@ -216,7 +243,7 @@ def test_weights_are_there_before_anything_later_is_sampled() -> None:
     second = [group("2/9", (9, 8, 7), 3)]
     stage.pool.ask(2, "other", second[0])
     assert stage.pool.live == 0
-    stage.links["w0"].kill()  # its successor catches up by itself
+    stage.links["rollout-0"].kill()  # its successor catches up by itself
     ended = stage.until_done()
     assert stage.pool.live == 1
     assert content(ended) == undisturbed(second, seed=1)
@@ -244,16 +271,18 @@ def test_a_worker_with_wrong_weights_samples_nothing() -> None:
 def test_workers_that_cannot_live_end_the_run_with_their_log() -> None:
     stage = Stage("sync", 1)
     stage.pool.give_weights(version_of(0))
-    with pytest.raises(WorkerBroke, match=r"one after the other; the last: w0 was ended\. Its log: log"):
+    with pytest.raises(WorkerBroke, match=r"one after the other; the last: rollout-0 was ended\. Its log: log"):
         for _ in range(MAX_LOSSES + 1):
-            stage.links["w0"].kill()
+            stage.links["rollout-0"].kill()
             stage.advance()
 
 
 def test_an_error_of_the_work_itself_is_told_as_it_is() -> None:
     stage = Stage("sync", 1)
-    stage.links["w0"]._outbox.append(Broke("the model gave logits that are not numbers"))
-    with pytest.raises(WorkerBroke, match="rollout worker w0: the model gave logits that are not numbers\nw0 was"):
+    stage.links["rollout-0"]._outbox.append(Broke("the model gave logits that are not numbers"))
+    with pytest.raises(
+        WorkerBroke, match="rollout worker rollout-0: the model gave logits that are not numbers\nrollout-0 was"
+    ):
         stage.advance()
 
 

@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from test_runtime import SETTINGS, measured, rollouts, start
+from test_runtime import FACTS, SETTINGS, measured, rollouts, start
 from transformers import AutoModelForCausalLM
 
 from slipstream.config import load_config
 from slipstream.observe.store import RunStore
+from slipstream.runtime.control import ask_for_workers, workers_asked_for
+from slipstream.runtime.folder import RunFolder
 from slipstream.runtime.local import run_training
+from slipstream.schedule.events import WorkerJoined, WorkerLeft, from_record
+from slipstream.schedule.pipeline import Pipeline
 
 STEPS = 4
 SYNC: dict[str, Any] = {"mode": "sync", "rollout": {"workers": 2, "silence_s": 5}}
@@ -89,17 +94,39 @@ def test_a_synchronous_run_with_two_workers_has_the_weights_of_a_colocated_one(c
     }
 
 
+def test_events_replayed_give_the_same_actions(tmp_path: Path) -> None:
+    """Of a run that trains and evaluates at once; written in the order in which they came."""
+    recipe = write_recipe(tmp_path, "run", **SYNC)
+    assert run_training(load_config(recipe, ["train.steps=2", "warmup.steps=1"]), quiet=True).reason == "done"
+    config = load_config(tmp_path / "run" / "config.yaml")
+    with RunStore(tmp_path / "run", read_only=True) as store:
+        items = [from_record(event.name, event.payload) for event in store.events()]
+    pipeline, expected, num_events = Pipeline(config), list[Any](), 0
+    for item in items:
+        if isinstance(item, WorkerJoined | WorkerLeft):
+            continue
+        if type(item).__name__ in FACTS:
+            assert expected == []
+            expected = list(pipeline.on_event(item, 0.0))  # type: ignore[arg-type]
+            num_events += 1
+        else:
+            assert item == expected.pop(0)
+    assert expected == [] and num_events > 10
+
+
 def test_processes_that_are_killed_or_hang_change_nothing(colocated: Path, tmp_path: Path) -> None:
-    """One worker is killed and the other hangs while they sample, then the trainer is killed."""
+    """A third worker joins, one is killed and another hangs while they sample; then the trainer is killed."""
     recipe, run_dir = write_recipe(tmp_path, "run", **SYNC), tmp_path / "run"
     run = start(recipe)
     wait_for(run_dir, 0)
+    ask_for_workers(run_dir, 3)
     os.kill(pid_of(run_dir, "rollout-0"), signal.SIGKILL)
     os.kill(pid_of(run_dir, "rollout-1"), signal.SIGSTOP)
     wait_for(run_dir, 1)
     os.kill(pid_of(run_dir, "trainer"), signal.SIGKILL)
     said, _ = run.communicate(timeout=300)
     assert run.returncode == 0, said
+    assert "rollout workers: 3 instead of 2" in said
     assert "rollout-0 is started again" in said and "rollout-1 has said nothing for" in said
     assert "trainer (process" in said and "was ended by SIGKILL. Its log:" in said
     assert_same_run(run_dir, colocated)
@@ -131,3 +158,41 @@ def test_a_run_that_is_a_step_ahead_keeps_the_bound_also_when_it_is_resumed(
     assert sorted({int(one.group.split("/")[1]) for one in stored}) == list(range(STEPS * 3)), "no prompt is left out"
     assert any(one.first_version == one.step - 2 for one in stored), "some were sampled ahead"
     assert names.index(("Generate", 2)) < names.index(("StepTrained", 1))
+
+
+@pytest.mark.slow
+def test_two_trainer_ranks_give_the_weights_of_one_to_rounding(colocated: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, "run", **SYNC)
+    assert run_training(load_config(recipe, ["train.ranks=2"]), quiet=True).reason == "done"
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / f"step_{STEPS}")
+        for folder in (colocated, tmp_path / "run")
+    )
+    for mine, theirs in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_workers", "words"),
+    [
+        ("colocated", 2, "no workers to add"),
+        ("rhyme", 1, "needs 2 or more"),
+        ("sync", 2, "no run is going on in .*; start it with rollout.workers=2"),
+    ],
+)
+def test_a_run_that_cannot_be_scaled_says_why(tmp_path: Path, mode: str, num_workers: int, words: str) -> None:
+    rollout = {"workers": 1 if mode == "colocated" else 2}
+    tree = SETTINGS | {"mode": mode, "rollout": rollout, "run": {"dir": str(tmp_path)}}
+    with pytest.raises(ValueError, match="is not the folder of a run"):
+        ask_for_workers(tmp_path, num_workers)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ValueError, match=words):
+        ask_for_workers(tmp_path, num_workers)
+    assert workers_asked_for(tmp_path) is None
+
+
+def test_a_run_that_is_going_on_finds_what_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(SETTINGS | SYNC | {"run": {"dir": str(tmp_path)}}))
+    with RunFolder.opened(tmp_path):
+        ask_for_workers(tmp_path, 5)
+    assert workers_asked_for(tmp_path) == 5

@@ -91,6 +91,17 @@ def test_the_lost_are_routed_around_and_others_stay(fleet: tuple[list[Node], int
             assert parent == tree.parents[name], "who was not below a lost worker keeps its parent"
 
 
+def test_a_far_site_that_lost_its_first_worker_is_entered_once_again() -> None:
+    home = [Node("h0", 9e9, "home")]
+    far = [Node("e0", 1e9, "east"), Node("e1", 5e9, "east"), Node("e2", 1e9, "east"), Node("e3", 2e9, "east")]
+    tree = plan_tree(ROOT, [*home, *far], 2)
+    assert tree.children("e1") == ["e3", "e0"] and tree.parents["e2"] == "e3"
+    again = replan(tree, [ROOT, *home, *far], {"e1"}, 2)
+    assert again.parents == {"h0": "trainer", "e3": "trainer", "e0": "e3", "e2": "e3"}
+    again = replan(tree, [ROOT, *home, *far], {"e3"}, 2)
+    assert again.parents == {"e1": "trainer", "h0": "trainer", "e0": "e1", "e2": "e1"}, "though h0 is faster and free"
+
+
 def test_what_cannot_be_planned_is_told() -> None:
     with pytest.raises(ValueError, match="degree"):
         plan_tree(ROOT, [], 0)

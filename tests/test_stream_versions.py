@@ -193,6 +193,7 @@ def test_a_damaged_bucket_is_refused_before_anything_is_written(tmp_path: Path, 
     assert len(error.refusals) == 2, "tried twice; there was no other way"
     publisher.repeat()
     assert receiver.catch_up(model, 1).digest == fingerprint(model) == publisher.last.version.digest  # type: ignore[union-attr]
+    assert len(receiver.refusals) == 2, "what was damaged is gone"
 
 
 def test_a_fault_of_the_reading_is_over_with_the_next_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,13 +228,18 @@ def test_around_a_damaged_edition_another_way_is_taken(tmp_path: Path) -> None:
     assert fingerprint(model) == version.digest and len(receiver.refusals) == 2
 
 
-def test_a_bucket_of_another_version_or_place_is_refused(tmp_path: Path) -> None:
+def test_a_bucket_of_another_version_run_or_place_is_refused(tmp_path: Path) -> None:
     trained, model = small_llama(0, dtype=torch.bfloat16), small_llama(1, dtype=torch.bfloat16)
     publisher = Publisher(tmp_path, dtype=torch.bfloat16, bucket_bytes=SMALL, full_every=1)
     publish_steps(publisher, trained, range(2))
     one = tmp_path / "000001.full"
     kept = {index: (one / f"{index:05d}.bucket").read_bytes() for index in (3, 4)}
-    for foreign in (kept[4], (tmp_path / "000000.full" / "00003.bucket").read_bytes(), b"", kept[3][:30]):
+    step(trained, 0.5, 77)
+    other = Publisher(tmp_path / "other", dtype=torch.bfloat16, bucket_bytes=SMALL)
+    other.publish(named_weights(trained), 1)
+    of_another_run = (tmp_path / "other" / "000001.full" / "00003.bucket").read_bytes()
+    of_another_version = (tmp_path / "000000.full" / "00003.bucket").read_bytes()
+    for foreign in (kept[4], of_another_version, of_another_run, b"", kept[3][:30]):
         (one / "00003.bucket").write_bytes(foreign)
         with pytest.warns(UserWarning), pytest.raises(RefusedWeights) as raised:
             Receiver(tmp_path, "w", repeats=1).catch_up(model, 1)
@@ -352,12 +358,15 @@ def test_weights_of_another_model_are_refused_as_a_mistake(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="not the weights of the version before"):
         publisher.publish((weights | {name: weights[name][:-1]}).items(), 1)
     publisher.publish(weights.items(), 1)
+    with pytest.raises(ValueError, match="fewer weights"):
+        publisher.publish(list(weights.items())[:-1], 2)
+    publisher.publish(weights.items(), 2)
     del weights["model.norm.weight"]
     with pytest.raises(ValueError, match="not the weights of the version before"):
-        publisher.publish(weights.items(), 2)
-    Publisher(tmp_path, dtype=torch.bfloat16).publish(weights.items(), 2)
+        publisher.publish(weights.items(), 3)
+    Publisher(tmp_path, dtype=torch.bfloat16).publish(weights.items(), 3)
     with pytest.raises(ValueError, match=r"missing: model.norm.weight"):
-        Receiver(tmp_path, "w").catch_up(trained, 2)
+        Receiver(tmp_path, "w").catch_up(trained, 3)
     with pytest.raises(ValueError, match="not int64"):
         Publisher(tmp_path, dtype=torch.int64)
 

@@ -18,13 +18,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from slipstream.config import Config, build_config
 from slipstream.models.tiny import build_tiny_tokenizer
+from slipstream.train.checkpoint import CheckpointNotSaved
 from slipstream.train.policy import NonFiniteLoss
 from slipstream.train.trainer_rank import TrainerRank
 from slipstream.types import TrainSample
 
 VOCABULARY, MAX_NEW_TOKENS, NUM_PROCESSES = 25, 12, 3
-ROUNDING = 2e-6
-"""Relative distance of two gradients that differ by the order of their sums; measured: below 4e-7."""
+ROUNDING = 5e-6
+"""Relative distance of two gradients that differ by the order of their sums; measured: up to 9e-7 in a second step,
+whose weights differ already. Weights move by little, so they are nearer by far: measured up to 2e-8."""
 Group = list[TrainSample]
 
 
@@ -87,12 +89,19 @@ def take_moments(held: list[TrainerRank]) -> list[Tensor] | None:
     return [moments["exp_avg"] for moments in state.values()]
 
 
+def count_numbers(held: list[TrainerRank]) -> int:
+    """Of weights and moments that this rank keeps."""
+    trainer = held[0].trainer
+    moments = [value for state in trainer.optimizer.state.values() for value in state.values() if value.ndim]
+    return sum(whole.to_local().numel() for whole in (*trainer.parameters, *moments))
+
+
 def save(held: list[TrainerRank], step: int) -> Path | None:
     return held[0].save(step, {"position": 3})
 
 
 def watch(held: list[TrainerRank]) -> None:
-    held[0].trainer.on_hidden = lambda batch, hidden_TD: SHOWN.extend(batch.names)
+    held[0].trainer.on_hidden = lambda batch, hidden_TD: SHOWN.extend(batch.names or ["nobody"])
 
 
 SHOWN: list[str] = []
@@ -100,6 +109,10 @@ SHOWN: list[str] = []
 
 def shown(held: list[TrainerRank]) -> list[str]:
     return SHOWN
+
+
+def run_own_step(held: list[TrainerRank], feeds_by_rank: Sequence[Sequence[Group]]) -> dict[str, float]:
+    return run_step(held, feeds_by_rank[held[0].trainer.ranks.rank])
 
 
 class Team:
@@ -121,14 +134,18 @@ class Team:
         return self
 
     def answers(self) -> list[Any]:
+        found = self.answers_and_errors()
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return found
+
+    def answers_and_errors(self) -> list[Any]:
         found = []
         for process in self.processes:
             assert process.pipe.poll(60), "a rank does not answer"
-            found.append(process.pipe.recv())
-        for fine, value in found:
-            if not fine:
-                raise value
-        return [value for _, value in found]
+            found.append(process.pipe.recv()[1])
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -224,13 +241,13 @@ def compare_step(one: list[TrainerRank], ranks: Team, feeds: Sequence[Group]) ->
     weights = take_weights(one)
     for given in ranks.tell(take_weights):
         assert given.keys() == weights.keys()
-        assert distance(list(weights.values()), list(given.values())) < ROUNDING
+        assert distance(list(weights.values()), list(given.values())) < ROUNDING / 20
 
 
 KINDS = [
     ({"name": "grpo"}, {"max_grad_norm": 0.01}),
     ({"name": "cispo", "kl_coef": 0.2}, {"updates_per_step": 2, "weight_decay": 0.1}),
-    ({"name": "dr_grpo"}, {"precision": "bfloat16"}),
+    ({"name": "dr_grpo"}, {"precision": "bfloat16", "gradient_checkpointing": True}),
     ({"name": "rloo", "kl_coef": 0.1}, {"micro_batch_tokens": 10_000}),
 ]
 
@@ -272,12 +289,55 @@ def test_the_warm_start_and_hidden_states(team: Callable[..., Team], source: Pat
     one, ranks = alone(config, source), team(2, config, source)
     assert ranks.tell(supervise)[0] == pytest.approx(supervise(one), rel=1e-5)
     compare_step(one, ranks, make_groups())
+    counts, num_weights = ranks.tell(count_numbers), sum(tensor.numel() for tensor in take_weights(one).values())
+    assert sum(counts) == 3 * num_weights and max(counts) < 1.6 * num_weights, "each keeps about half"
     ranks.tell(watch)
     groups = make_groups(1)
     ranks.tell(run_step, groups)
     first, second = ranks.tell(shown)
     taught = [sample.uid for group in groups for sample in group if sample.advantage]
     assert sorted(first + second) == sorted(taught) and first and second, "each is computed once, by one rank"
+
+
+def test_ranks_that_were_fed_in_another_order_do_not_update(
+    team: Callable[..., Team], source: Path, tmp_path: Path
+) -> None:
+    ranks, groups = team(2, make_config(tmp_path), source), make_groups()
+    before = ranks.tell(take_weights)[0]
+    for process in ranks.processes:
+        process.pipe.send((run_own_step, ([groups, groups[::-1]],)))
+    for error in ranks.answers_and_errors():
+        assert isinstance(error, AssertionError) and "another order" in str(error)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ranks.tell(take_weights)[0].items())
+
+
+def test_a_rank_that_dies_is_noticed_by_the_others(source: Path, tmp_path: Path) -> None:
+    started = [Process() for _ in range(2)]
+    ranks = Team(started).open(make_config(tmp_path), source, tmp_path / "meet")
+    ranks.tell(run_step, make_groups())
+    started[1].process.kill()
+    started[1].process.join()
+    try:
+        started[0].pipe.send((run_step, (make_groups(1),)))
+        assert started[0].pipe.poll(20), "it waits for one that is gone"
+        fine, error = started[0].pipe.recv()
+        assert not fine and isinstance(error, RuntimeError)
+    finally:
+        started[0].process.kill()
+        started[0].process.join()
+
+
+def test_a_checkpoint_that_cannot_be_written_harms_nobody(
+    team: Callable[..., Team], source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder can be in here")
+    config = make_config(tmp_path / "file" / "run")
+    one, ranks = alone(config, source), team(2, config, source)
+    for process in ranks.processes:
+        process.pipe.send((save, (1,)))
+    error, other = ranks.answers_and_errors()
+    assert isinstance(error, CheckpointNotSaved) and other is None
+    compare_step(one, ranks, make_groups())
 
 
 def test_a_fault_of_one_rank_stops_all_and_names_the_sample(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 BLOCK_WORDS = 16384
-_BLOCKS_AT_ONCE = {"cpu": 256, "cuda": 4096}
+_BLOCKS_AT_ONCE = {"cpu": 256, "cuda": 512}
 """Blocks that are multiplied in one go; bounds the memory for the products, 128 KiB a block."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -53,7 +53,8 @@ def sample_in_process(pipe: Pipe, config: Config, weights_folder: Path, name: st
         while not worker.is_leaving:
             for message in pipe.hear(0.0 if worker.has_work else TELL_S):
                 worker.obey(message)
-            worker.step()
+            if not worker.is_leaving:
+                worker.step()
 
     _work_or_tell(work, lambda error, text: pipe.say(Broke(text)))
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slipstream.config import Config, dump_config, load_config
+from slipstream.runtime.control import CONTROL_FILE
 from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, point_latest_at
 
 PROCESSES_FILE = "processes.json"
@@ -31,6 +32,7 @@ CONTENTS = (
     "latest",
     "wandb_id",
     PROCESSES_FILE,
+    CONTROL_FILE,
 )
 LESSONS_FOLDER = "lessons"
 REFERENCE_FOLDER = "reference"

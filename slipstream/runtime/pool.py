@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from slipstream.runtime.rollout_messages import (
     Grown,
     HasWeights,
     Here,
+    Leave,
     SampleGroup,
     Spent,
     TakeWeights,
@@ -85,6 +87,8 @@ class _Worker:
     version: WeightVersion | None = None
     has_joined: bool = False
     """The fleet knows of it."""
+    is_leaving: bool = False
+    """It was told to: it is not started again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +110,7 @@ class Pool:
     def __init__(
         self,
         rules: Rules,
-        names: Sequence[str],
+        num_workers: int,
         start: Callable[[str], WorkerLink],
         *,
         silence_s: float,
@@ -115,11 +119,13 @@ class Pool:
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`start`: a new process for the worker of this name. `note`: is told of workers that come and go."""
+        """`start`: a process for the worker of this name, rollout-0 and so on. `note`: is told of workers that come and
+        go."""
         self._fleet = Fleet(rules)
         self._ledger = ledger
         self._start, self._silence_s, self._note, self._say, self._clock = start, silence_s, note, say, clock
         self._workers: dict[str, _Worker] = {}
+        self._numbers = count()
         self._rollouts: dict[str, _Asked] = {}
         self._asked: dict[int, list[tuple[_Asked, str]]] = {}
         """By step: what was asked for since the last `advance`."""
@@ -134,8 +140,7 @@ class Pool:
         """Rollouts that went on, from the tokens they had, after their worker was lost."""
         self._spent = Spent()
         self._drafts = DraftCounts()
-        for name in names:
-            self._start_worker(name)
+        self.resize(num_workers)
 
     @property
     def has_work(self) -> bool:
@@ -174,6 +179,20 @@ class Pool:
             self._look_after(name, worker)
         ended, self._ended = self._ended, []
         return ended
+
+    def resize(self, num_workers: int) -> None:
+        """Start workers, or let the newest go: others go on with their rollouts."""
+        assert num_workers > 0
+        staying = [name for name, worker in self._workers.items() if not worker.is_leaving]
+        for name in staying[num_workers:]:
+            self._workers[name].is_leaving = True
+            self._workers[name].link.send(Leave())
+        for _ in range(num_workers - len(staying)):
+            self._start_worker(f"rollout-{next(self._numbers)}")
+
+    @property
+    def num_workers(self) -> int:
+        return sum(not worker.is_leaving for worker in self._workers.values())
 
     def take_spent(self) -> Spent:
         """Seconds of all workers together since this was last asked."""
@@ -286,15 +305,13 @@ class Pool:
             return
         for message in worker.link.receive():  # what it said before it went
             self._hear(name, worker, message)
-        cause = worker.link.how_it_ended()
         worker.link.close()
-        self._num_losses += 1
-        self.num_lost += 1
-        if self._num_losses > MAX_LOSSES:
-            raise WorkerBroke(f"{self._num_losses} workers were lost one after the other; the last: {cause}")
-        self._say(f"rollout worker {cause}\n{name} is started again; others go on with its rollouts")
         self._ledger.leave(name, self._clock())
-        self._start_worker(name)
+        if worker.is_leaving:
+            del self._workers[name]
+            self._say(f"rollout worker {name} has left; {self.num_workers} are there or on their way")
+        else:
+            self._start_again(name, worker.link.how_it_ended())
         if not worker.has_joined:
             return
         lost = [asked for asked in self._rollouts.values() if asked.worker == name]
@@ -303,6 +320,14 @@ class Pool:
             asked.worker = ""
         self._tell(WorkerLeft(name, tuple((asked.request.uid, len(asked.token_ids)) for asked in lost)))
         self._look_at_weights()
+
+    def _start_again(self, name: str, cause: str) -> None:
+        self._num_losses += 1
+        self.num_lost += 1
+        if self._num_losses > MAX_LOSSES:
+            raise WorkerBroke(f"{self._num_losses} workers were lost one after the other; the last: {cause}")
+        self._say(f"rollout worker {cause}\n{name} is started again; others go on with its rollouts")
+        self._start_worker(name)
 
     # The fleet.
 

@@ -43,7 +43,7 @@ class TakeWeights:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """End the process."""
+    """Tell what is known of running rollouts, and end the process: others go on with them."""
 
 
 ToRolloutWorker = SampleGroup | GoOn | GiveBack | TakeWeights | Leave

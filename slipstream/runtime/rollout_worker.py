@@ -109,6 +109,7 @@ class RolloutWorker:
                 self._spent += Spent(weights_s=self._lap())
                 self._say(HasWeights(version))
             case Leave():
+                self._tell()
                 self.is_leaving = True
 
     def step(self) -> None:

@@ -22,6 +22,7 @@ from slipstream.observe.metrics import rollout_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.store import RunStore
 from slipstream.observe.timeline import write_trace
+from slipstream.runtime.control import workers_asked_for
 from slipstream.runtime.drafting import draft_metrics, past_texts, remember
 from slipstream.runtime.evaluation import EvaluationRound
 from slipstream.runtime.pool import Pool, WorkerBroke, WorkerLink
@@ -62,6 +63,8 @@ from slipstream.types import Prompt, Rollout, SamplingParams
 
 WAIT_S = 0.2
 """For somebody to say something."""
+LOOK_S = 1.0
+"""Between two looks at what the run was asked to change."""
 GRADING_WAIT_S = 0.01
 """While groups are being graded, of which nobody says that it is done."""
 
@@ -115,6 +118,7 @@ class StreamWorld:
         self._bars: dict[str, tuple[ExitStack, Advance]] = {}
         self._num_trained_on = 0
         self._told_stop = False
+        self._looked_s = 0.0
 
     def perform(self, action: Action) -> list[Event]:
         match action:
@@ -143,6 +147,7 @@ class StreamWorld:
             self._told_stop = True
             self._console.note("stopping: saving a checkpoint first (Ctrl-C again: stop at once)")
             return [StopAsked(reason)]
+        self._look_at_wishes()
         wait_s = GRADING_WAIT_S if self._groups.num_in_grading else WAIT_S
         wait([*(trainer.connection for trainer in self._trainers), *self._pool.connections], wait_s)
         facts = self._hear_trainers()
@@ -155,6 +160,15 @@ class StreamWorld:
             self._row(step)["timing_s/update_weights"] = time.perf_counter() - since_s
             facts.append(WeightsLive(step))
         return facts
+
+    def _look_at_wishes(self) -> None:
+        if time.monotonic() - self._looked_s < LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        wanted = workers_asked_for(self._config.run.dir)
+        if wanted is not None and wanted != self._pool.num_workers:
+            self._console.note(f"rollout workers: {wanted} instead of {self._pool.num_workers}, as was asked for")
+            self._pool.resize(wanted)
 
     def close(self) -> None:
         for name in list(self._bars):
@@ -316,6 +330,7 @@ class StreamWorld:
             "workers/decode_s": spent.decode_s,
             "workers/weights_s": spent.weights_s,
             "workers/idle_s": spent.idle_s,
+            "workers/count": float(self._pool.num_workers),
             "workers/lost": float(self._pool.num_lost),
         }
         row |= self._pool.take_forecasts()

@@ -27,6 +27,7 @@ from slipstream.observe.ledger import Ledger
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
 from slipstream.runtime.coats import sample_in_process, train_in_process
+from slipstream.runtime.control import CONTROL_FILE
 from slipstream.runtime.driver import drive
 from slipstream.runtime.folder import LOGS_FOLDER, PROCESSES_FILE, WEIGHTS_FOLDER
 from slipstream.runtime.pool import Pool
@@ -74,6 +75,7 @@ def stream(
     config, run_dir = parts.config, parts.config.run.dir
     weights_folder = run_dir / WEIGHTS_FOLDER
     shutil.rmtree(weights_folder, ignore_errors=True)  # of a run that was cut off: versions are numbered anew
+    (run_dir / CONTROL_FILE).unlink(missing_ok=True)  # what it was asked for, the recipe says now
     step = first.step
 
     def write(now_s: float, *items: Item) -> None:
@@ -116,7 +118,7 @@ def stream(
             ledger.arrive(name, time.monotonic(), rest="rollout wait")
         pool = Pool(
             MODES[config.mode],
-            [f"rollout-{number}" for number in range(config.rollout.workers)],
+            config.rollout.workers,
             start_worker,
             silence_s=config.rollout.silence_s,
             ledger=ledger,

@@ -125,6 +125,8 @@ class Publisher:
                         if line.base is not None:
                             pass_on.check_against(self._tensors)
                             old = kept[index]
+                            if len(old) != len(bits):  # the weights have ended, too early
+                                pass_on.check_against(self._tensors, whole=True)
                         coded = encode(bits, old)
                         num_changed += coded.num_changed if line is lines[0] else 0
                         line.put(coded.coding, coded.payload)

@@ -27,7 +27,7 @@ REPEATS = 3
 REPEAT_AFTER_S = 0.05
 TRIES_OF_AN_EDITION = 2
 """Then another way is taken, if there is one."""
-POLL_S = 0.002
+POLL_S = 0.005
 
 
 class Receiver:
@@ -99,10 +99,13 @@ class Receiver:
         self, number: int, avoided: set[str], deadline_s: float
     ) -> tuple[list[Edition] | None, Sequence[Refusal]]:
         while True:
-            editions, damaged = self._editions()
-            chain = shortest_chain((one for one in editions if one.name not in avoided), self._held(editions), number)
-            if chain is not None or damaged or time.monotonic() >= deadline_s:
-                return chain, damaged
+            waits = time.monotonic() < deadline_s
+            if not waits or self._shelf.has(number):
+                editions, damaged = self._editions()
+                usable = [edition for edition in editions if edition.name not in avoided]
+                chain = shortest_chain(usable, self._held(editions), number)
+                if chain is not None or damaged or not waits:
+                    return chain, damaged
             if not self._look_ahead(number):
                 time.sleep(POLL_S)
 

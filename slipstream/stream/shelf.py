@@ -39,7 +39,11 @@ class Shelf:
         """Of the editions, complete or under way, oldest first."""
         if not self.folder.is_dir():
             return []
-        return sorted(path.name for path in self.folder.iterdir() if not path.name.startswith("."))
+        return sorted(path.name for path in self.folder.iterdir() if path.name.partition(".")[0].isdigit())
+
+    def has(self, number: int) -> bool:
+        """Whether an edition of this version is complete."""
+        return any(_number_of(name) == number and (self.folder / name / MANIFEST).is_file() for name in self.names())
 
     def edition(self, name: str) -> Edition | None:
         """None if it is under way or gone. ValueError if its manifest is damaged."""

@@ -128,9 +128,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def load_trainer_state(path: Path) -> dict[str, Any]:
-    """Of a checkpoint that somebody has verified. Read from the disk as it is used."""
-    state: dict[str, Any] = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True, mmap=True)
+def load_trainer_state(path: Path, *, lazily: bool = False) -> dict[str, Any]:
+    """Of a checkpoint that somebody has verified. `lazily`: tensors are read when they are used, so use copies."""
+    state: dict[str, Any] = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True, mmap=lazily)
     return state
 
 

@@ -27,7 +27,8 @@ from slipstream.train.algorithms import ALGORITHMS, token_weight
 from slipstream.train.loss import Metrics, logprobs_and_entropy, policy_loss
 from slipstream.train.packing import pack
 from slipstream.train.ranks import Ranks
-from slipstream.train.sharding import inside_forward
+from slipstream.train.recompute import recomputing
+from slipstream.train.sharding import decoder_layers, inside_forward
 from slipstream.types import TrainSample
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -100,6 +101,7 @@ class Policy:
         self.clip_low = self.recipe.clip_low if algorithm.clip_low is None else algorithm.clip_low
         self.clip_high = self.recipe.clip_high if algorithm.clip_high is None else algorithm.clip_high
         self.aggregation = self.recipe.aggregation if algorithm.aggregation == "auto" else algorithm.aggregation
+        self._recomputed = decoder_layers(model) if training.gradient_checkpointing else []
         self._algorithm, self._chunk_tokens, self._ranks = algorithm, training.logprob_chunk_tokens, ranks
 
     def teaches(self, sample: TrainSample) -> bool:
@@ -175,9 +177,12 @@ class Policy:
         )
 
     def _logprobs(self, model: PreTrainedModel, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        has_gradient = model is self.model and torch.is_grad_enabled()
+
         def compute() -> tuple[Tensor, Tensor]:
-            hidden_TD = document_hidden(model, batch.token_ids_T, batch.lengths)
-            if self.on_hidden is not None and model is self.model and torch.is_grad_enabled() and batch.counts:
+            with recomputing(self._recomputed if has_gradient else ()):
+                hidden_TD = document_hidden(model, batch.token_ids_T, batch.lengths)
+            if self.on_hidden is not None and has_gradient and batch.counts:
                 self.on_hidden(batch, hidden_TD.detach())
             return logprobs_and_entropy(
                 model, hidden_TD[batch.positions_N], batch.targets_N, temperature, self._chunk_tokens

@@ -79,8 +79,8 @@ def whole_on_first(tree: Any, ranks: Ranks) -> Any:
 
 
 def cut_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that every rank has whole, or all of it if the other is not cut."""
+    """A copy of this rank's part of a tensor that every rank has whole, or of all of it if the other is not cut."""
     if not isinstance(like, DTensor) or tensor.ndim == 0:
-        return tensor
+        return tensor.clone()
     together = tensor.to(like.device, torch.float32)
-    return distribute_tensor(together, like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(together, like.device_mesh, like.placements, src_data_rank=None).clone()

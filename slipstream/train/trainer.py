@@ -12,6 +12,7 @@ it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -174,7 +175,7 @@ class Trainer:
         with self._or_abandon(), self._as_promised():
             if not step.samples:
                 raise ValueError("a step needs at least one sample")
-            assert len({sample.uid for sample in step.samples}) == len(step.samples), "a sample was fed twice"
+            self._check_fed(step.samples)
             several = self.training.updates_per_step > 1
             updates = split_by_group(step.samples, self.training.updates_per_step)
             if several:
@@ -223,6 +224,12 @@ class Trainer:
         except BaseException:
             self.abandon_step()
             raise
+
+    def _check_fed(self, samples: Sequence[TrainSample]) -> None:
+        uids = [sample.uid for sample in samples]
+        assert len(set(uids)) == len(uids), "a sample was fed twice"
+        digest = hashlib.blake2b("\n".join(uids).encode(), digest_size=16).hexdigest()
+        assert len(set(self.ranks.gather(digest))) == 1, "ranks were fed other samples, or in another order"
 
     def _no_sums(self, old: Mapping[str, Tensor] | None) -> _Sums:
         return _Sums(StreamPacker(self.training.micro_batch_tokens), old)

@@ -57,7 +57,7 @@ class TrainerRank:
                 ranks=self._ranks,
             )
             if resume:
-                self._trainer.load_state_dict(load_trainer_state(Path(source)))
+                self._trainer.load_state_dict(load_trainer_state(Path(source), lazily=num_ranks > 1))
             self._stack = stack.pop_all()
 
     @property

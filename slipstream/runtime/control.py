@@ -1,0 +1,48 @@
+"""How many rollout workers a run shall have from now on: a file in its folder, written by `slipstream scale`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from slipstream.config import load_config
+
+CONTROL_FILE = "control.json"
+
+
+def ask_for_workers(run_dir: Path, num_workers: int) -> None:
+    """ValueError if nobody would do it."""
+    if not (run_dir / "config.yaml").is_file():
+        raise ValueError(f"{run_dir} is not the folder of a run")
+    config = load_config(run_dir / "config.yaml")
+    if config.mode == "colocated":
+        raise ValueError(f"{run_dir} samples in the process that trains (mode=colocated): there are no workers to add")
+    if config.mode == "rhyme" and num_workers < 2:
+        raise ValueError("mode=rhyme shares rollouts out among workers by length: it needs 2 or more")
+    if not _is_running(run_dir):
+        raise ValueError(f"no run is going on in {run_dir}; start it with rollout.workers={num_workers}")
+    partial = run_dir / f".tmp-{CONTROL_FILE}"
+    partial.write_text(json.dumps({"rollout_workers": num_workers}))
+    os.replace(partial, run_dir / CONTROL_FILE)
+
+
+def workers_asked_for(run_dir: Path) -> int | None:
+    """None if nobody has asked."""
+    try:
+        return int(json.loads((run_dir / CONTROL_FILE).read_text())["rollout_workers"])
+    except FileNotFoundError:
+        return None
+
+
+def _is_running(run_dir: Path) -> bool:
+    """Whether somebody holds the folder's lock."""
+    try:
+        with (run_dir / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False

@@ -301,8 +301,9 @@ def test_the_warm_start_and_hidden_states(team: Callable[..., Team], source: Pat
     ranks.tell(refer_to_itself, tmp_path / "itself")
     groups = make_groups(1)
     assert ranks.tell(run_step, groups)[0]["actor/kl"] == pytest.approx(0.0, abs=1e-10)
+    ranks.tell(run_step, [make_groups(2)[0][:1]])  # the second rank has nothing to compute, and nothing to show
     first, second = ranks.tell(shown)
-    taught = [sample.uid for group in groups for sample in group]
+    taught = [*(sample.uid for group in groups for sample in group), "2/0/0"]
     assert sorted(first + second) == sorted(taught) and first and second, "each is computed once, by one rank"
 
 

@@ -268,7 +268,7 @@ def test_the_engine_settings_reach_the_engine(tmp_path: Path, monkeypatch: pytes
             given.update(options)
             super().__init__(model, **options)
 
-    monkeypatch.setattr("slipstream.runtime.local.Engine", NotedEngine)
+    monkeypatch.setattr("slipstream.runtime.engines.Engine", NotedEngine)
     model = load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
     settings = {"max_sequences": 8, "max_prompt_tokens": 32}
     by_default, changed = (

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -94,6 +95,11 @@ def count_numbers(held: list[TrainerRank]) -> int:
     trainer = held[0].trainer
     moments = [value for state in trainer.optimizer.state.values() for value in state.values() if value.ndim]
     return sum(whole.to_local().numel() for whole in (*trainer.parameters, *moments))
+
+
+def refer_to_itself(held: list[TrainerRank], folder: Path) -> None:
+    held[0].save_model(folder)
+    held[0].set_reference(str(folder))
 
 
 def save(held: list[TrainerRank], step: int) -> Path | None:
@@ -285,17 +291,19 @@ def test_feeding_is_bit_equal_and_an_abandoned_step_leaves_no_trace(
 
 
 def test_the_warm_start_and_hidden_states(team: Callable[..., Team], source: Path, tmp_path: Path) -> None:
-    config = make_config(tmp_path, micro_batch_tokens=16)
+    config = make_config(tmp_path, {"kl_coef": 0.1}, micro_batch_tokens=16)
     one, ranks = alone(config, source), team(2, config, source)
     assert ranks.tell(supervise)[0] == pytest.approx(supervise(one), rel=1e-5)
     compare_step(one, ranks, make_groups())
     counts, num_weights = ranks.tell(count_numbers), sum(tensor.numel() for tensor in take_weights(one).values())
     assert sum(counts) == 3 * num_weights and max(counts) < 1.6 * num_weights, "each keeps about half"
-    ranks.tell(watch)
+    ranks.tell(watch)  # and the policy becomes its own reference, from which it does not differ
+    ranks.tell(refer_to_itself, tmp_path / "itself")
     groups = make_groups(1)
-    ranks.tell(run_step, groups)
+    assert ranks.tell(run_step, groups)[0]["actor/kl"] == pytest.approx(0.0, abs=1e-10)
+    ranks.tell(run_step, [make_groups(2)[0][:1]])  # the second rank has nothing to compute, and nothing to show
     first, second = ranks.tell(shown)
-    taught = [sample.uid for group in groups for sample in group if sample.advantage]
+    taught = [*(sample.uid for group in groups for sample in group), "2/0/0"]
     assert sorted(first + second) == sorted(taught) and first and second, "each is computed once, by one rank"
 
 
@@ -370,4 +378,8 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     loaded = AutoModelForCausalLM.from_pretrained(path)
     assert type(loaded) is LlamaForCausalLM and loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert "FSDP" not in (path / "config.json").read_text()
+    kept = {name: tensor.shape for name, tensor in load_file(path / "model.safetensors").items()}
+    alone_in = save(undisturbed, 7)
+    assert alone_in is not None
+    assert kept == {name: tensor.shape for name, tensor in load_file(alone_in / "model.safetensors").items()}
     compare_step(undisturbed, team(after, config, path, resume=True), make_groups(2))

@@ -78,6 +78,14 @@ def whole_on_first(tree: Any, ranks: Ranks) -> Any:
     return together.to("cpu") if ranks.is_first else None
 
 
+def whole_state(model: nn.Module, ranks: Ranks) -> dict[str, Tensor] | None:
+    """The state of a sharded model on the host of the first rank, tied weights being one tensor as they are in it."""
+    named = model.state_dict(keep_vars=True)
+    distinct = {id(tensor): tensor for tensor in named.values()}
+    together = {key: whole_on_first(tensor, ranks) for key, tensor in distinct.items()}
+    return {name: together[id(tensor)] for name, tensor in named.items()} if ranks.is_first else None
+
+
 def cut_like(tensor: Tensor, like: Tensor) -> Tensor:
     """A copy of this rank's part of a tensor that every rank has whole, or of all of it if the other is not cut."""
     if not isinstance(like, DTensor) or tensor.ndim == 0:

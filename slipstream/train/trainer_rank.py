@@ -22,8 +22,8 @@ from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.train.checkpoint import load_trainer_state, save_checkpoint
 from slipstream.train.policy import Pair
 from slipstream.train.ranks import joined_ranks
-from slipstream.train.sharding import shard_model, whole_on_first, whole_weights
-from slipstream.train.trainer import Trainer
+from slipstream.train.sharding import shard_model, whole_state, whole_weights
+from slipstream.train.trainer import Progress, Trainer
 from slipstream.types import TrainSample
 
 
@@ -64,6 +64,10 @@ class TrainerRank:
     def trainer(self) -> Trainer:
         return self._trainer
 
+    @property
+    def steps_done(self) -> int:
+        return self._trainer.steps_done
+
     def set_reference(self, source: str) -> None:
         """The model that algorithm.kl_coef pulls towards."""
         self._trainer.reference = self._load(source).eval()
@@ -74,11 +78,11 @@ class TrainerRank:
     def begin_step(self) -> None:
         self._trainer.begin_step()
 
-    def feed(self, samples: Sequence[TrainSample]) -> None:
-        self._trainer.feed(samples)
+    def feed(self, samples: Sequence[TrainSample], on_progress: Progress | None = None) -> None:
+        self._trainer.feed(samples, on_progress)
 
-    def finish_step(self) -> dict[str, float]:
-        return self._trainer.finish_step()
+    def finish_step(self, on_progress: Progress | None = None) -> dict[str, float]:
+        return self._trainer.finish_step(on_progress)
 
     def abandon_step(self) -> None:
         self._trainer.abandon_step()
@@ -96,10 +100,7 @@ class TrainerRank:
 
         The first rank's host holds the whole weights and moments meanwhile.
         """
-        trainer_state = self._trainer.state_dict()
-        weights = None
-        if self._ranks.size > 1:
-            weights = whole_on_first(dict(self._trainer.model.state_dict()), self._ranks)
+        trainer_state, weights = self._trainer.state_dict(), self._whole_state()
         if not self._ranks.is_first:
             return None
         return save_checkpoint(
@@ -113,9 +114,20 @@ class TrainerRank:
             keep_last=self._config.run.keep_last,
         )
 
+    def save_model(self, folder: Path) -> None:
+        """Only the model, for `set_reference` and for others; the first rank writes it."""
+        weights = self._whole_state()
+        if self._ranks.is_first:
+            self._trainer.model.save_pretrained(folder, state_dict=weights)
+        self._ranks.all_say(True)  # nobody reads it before it is there
+
     def close(self) -> None:
         """Leave the others."""
         self._stack.close()
+
+    def _whole_state(self) -> dict[str, Tensor] | None:
+        """None where the model is whole already, and on all ranks but the first."""
+        return None if self._ranks.size == 1 else whole_state(self._trainer.model, self._ranks)
 
     def _load(self, source: str) -> PreTrainedModel:
         # Whole on the host first; each layer goes to the device when it is cut.

@@ -161,6 +161,16 @@ def test_a_run_that_is_a_step_ahead_keeps_the_bound_also_when_it_is_resumed(
 
 
 @pytest.mark.slow
+def test_workers_draft_from_what_earlier_epochs_had(colocated: Path, tmp_path: Path) -> None:
+    """Their drafts come with the requests; tokens and weights stay the same."""
+    recipe = write_recipe(tmp_path, "run", **SYNC, draft={"source": "history"}, history={"warm_from": str(colocated)})
+    assert run_training(load_config(recipe), quiet=True).reason == "done"
+    assert_same_run(tmp_path / "run", colocated)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row.get("rollout/spec_accepted", 0) for row in rows) > 50
+
+
+@pytest.mark.slow
 def test_two_trainer_ranks_give_the_weights_of_one_to_rounding(colocated: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, "run", **SYNC)
     assert run_training(load_config(recipe, ["train.ranks=2"]), quiet=True).reason == "done"

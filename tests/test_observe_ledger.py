@@ -54,6 +54,17 @@ def test_seconds_that_are_told_of_late_are_not_counted_twice() -> None:
     assert balance(entries, present_s=30.0) == pytest.approx(1.0)
 
 
+def test_late_seconds_make_up_for_no_more_than_was_taken_for_idle() -> None:
+    ledger = Ledger()
+    ledger.arrive("a", 0.0)
+    ledger.book("a", "training", 9.0)
+    entries = ledger.close(1, 10.0)
+    ledger.book("a", "training", 10.0)
+    ledger.book("a", "decode", 5.0)  # one of these may be of step 1, which had one to spare
+    entries += ledger.close(2, 20.0) + ledger.close(3, 30.0)
+    assert balance(entries, present_s=30.0) == pytest.approx(34 / 30)
+
+
 def test_time_that_is_booked_twice_shows() -> None:
     ledger = Ledger()
     ledger.arrive("a", 0.0)

@@ -7,7 +7,6 @@ other content than was published; one that is lost is started again.
 from __future__ import annotations
 
 import random
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from slipstream.observe.ledger import Ledger
 from slipstream.runtime.pool import MAX_LOSSES, Pool, WorkerBroke
 from slipstream.runtime.rollout_messages import Broke, GiveBack, Grown, Here, SampleGroup, Spent
 from slipstream.runtime.rollout_worker import PastTexts, RolloutWorker
-from slipstream.schedule.events import FleetEvent, WorkerLeft
+from slipstream.schedule.events import FleetEvent, WorkerJoined, WorkerLeft
 from slipstream.schedule.rules import MODES
 from slipstream.types import Request, Rollout, WeightVersion
 
@@ -56,8 +55,6 @@ class Clock:
 
 class LocalLink:
     """A worker in this process, which takes a step now and then, tells all its tokens, and can be lost."""
-
-    connection: Connection
 
     def __init__(self, name: str, clock: Clock, shelf: Any) -> None:
         self.name, self.pid, self.log_file = name, 0, Path("log")
@@ -284,6 +281,21 @@ def test_an_error_of_the_work_itself_is_told_as_it_is() -> None:
         WorkerBroke, match="rollout worker rollout-0: the model gave logits that are not numbers\nrollout-0 was"
     ):
         stage.advance()
+
+
+def test_a_worker_that_cannot_start_beside_others_is_told_of_and_left_out() -> None:
+    """As when there is no memory for one more."""
+    stage = Stage("sync", 1)
+    stage.pool.give_weights(version_of(0))
+    while not any(isinstance(event, WorkerJoined) for event in stage.noted):
+        stage.advance()
+    stage.pool.resize(2)
+    stage.links["rollout-1"]._outbox.append(Broke("CUDA out of memory"))
+    stage.advance()
+    stage.links["rollout-1"].kill()
+    stage.advance()
+    assert stage.pool.num_workers == 1 and set(stage.pool.pids) == {"rollout-0"}
+    assert any("rollout-1 cannot start: CUDA out of memory" in line for line in stage.said)
 
 
 def test_a_worker_tells_tokens_once_and_ignores_what_has_ended() -> None:

@@ -342,3 +342,15 @@ def test_two_tiers_give_long_groups_more_workers() -> None:
 def test_rules_that_cannot_be(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Rules(**settings)
+
+
+def test_a_prompt_that_comes_up_twice_in_a_step_is_one_group_of_it() -> None:
+    """At the end of an epoch, with groups that replace others."""
+    fleet = fleet_of(Rules(), "a", slots=64)
+    said = fleet.on_event(RolloutsAsked(1, (("1/0", "p"), ("1/1", "q"))), 0.0)
+    said += fleet.on_event(RolloutEnded("1/0", 5), 1.0)
+    said += fleet.on_event(RolloutsAsked(1, (("1/2", "p"),)), 1.0)
+    said += fleet.on_event(RolloutEnded("1/2", 5), 2.0)
+    assert not any(isinstance(action, CloseStep) for action in said)
+    said = fleet.on_event(RolloutEnded("1/1", 5), 3.0)
+    assert said == [CloseStep(1, ("1/1", "1/0", "1/2"))]

@@ -242,3 +242,18 @@ def test_in_order_a_group_waits_for_those_before_it() -> None:
 def test_the_bound_of_each_mode(mode: str, staleness: int) -> None:
     assert MODES[mode].staleness == staleness
     assert [oldest_version(step, staleness) for step in (1, 2, 3)] == ([0, 1, 2] if not staleness else [0, 0, 1])
+
+
+def test_a_resumed_step_with_more_groups_than_it_needs_takes_no_prompt_back() -> None:
+    """It was under way with two rounds of dynamic sampling, and with newer weights more of them have a signal."""
+    config = settings_of("async", algorithm={"dynamic_sampling": True}, train={"steps": 9, "prompts_per_step": 2})
+    pipeline = Pipeline(config)
+    actions = pipeline.on_event(RunBegan(2, 8, True, ((2, (4, 5, 6, 7)),)), 0.0)
+    actions += pipeline.on_event(WeightsLive(2), 0.0)
+    asked = [(one.step, one.position) for one in actions if isinstance(one, Generate)]
+    assert asked == [(3, 4), (3, 5), (3, 6), (3, 7), (4, 8), (4, 9)]
+    for step, position in asked:
+        actions = pipeline.on_event(GroupScored(step, position, 8, 0, True), 0.0)
+        asked += [(one.step, one.position) for one in actions if isinstance(one, Generate)]
+    positions = [position for _, position in asked]
+    assert len(set(positions)) == len(positions), "no prompt twice"

@@ -158,7 +158,7 @@ class Engine:
         """One packed forward; the rollouts known to have ended. Does nothing while paused or idle."""
         if not self._paused and self._batcher.has_work:
             assert self._storage_bytes is None, "the engine's weights were put to sleep; apply_weights first"
-            started = time.perf_counter()
+            started, made_s = time.perf_counter(), self._making_s
             batch = max(1, self._batcher.num_running)
             strategy = OFF if self.policy is None else self.policy.choose(batch)
             room = self._demand.room(strategy, batch)
@@ -174,7 +174,7 @@ class Engine:
             seconds = time.perf_counter() - started
             self._forward_s += seconds
             if plan.num_tokens:
-                self._prefill_s += seconds * plan.num_prefilled / plan.num_tokens
+                self._prefill_s += (seconds - self._making_s + made_s) * plan.num_prefilled / plan.num_tokens
         if not self._batcher.has_work:
             self._last_done = None
         finished, self._ready = self._ready, []
@@ -279,9 +279,13 @@ class Engine:
             kv_bytes=self._pages.num_bytes,
             num_graphs=len(self._graphs) if self._graphs is not None else 0,
             graph_bytes=self._graphs.num_bytes if self._graphs is not None else 0,
-            graph_s=self._graphs.making_s if self._graphs is not None else 0.0,
+            graph_s=self._making_s,
             paused=self._paused,
         )
+
+    @property
+    def _making_s(self) -> float:
+        return self._graphs.making_s if self._graphs is not None else 0.0
 
     def take_draft_counts(self) -> DraftCounts:
         """What came of drafts since this was last asked."""

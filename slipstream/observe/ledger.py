@@ -1,7 +1,8 @@
 """Where every device-second of a run went: each to one account, so that they add up to the time the devices were there.
 
-Pure. Whoever runs something on a device books its seconds; what nobody booked was idle. Time that was booked twice
-cannot hide: the accounts then come to more than the time there was, which `balance` says.
+Pure. Whoever runs something on a device books its seconds; what nobody booked was idle. Seconds of a step may be told
+of in the next one, and then make up for what was taken for idle; more than that was booked twice, and the accounts come
+to more than the time there was, which `balance` says.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ACCOUNTS = {
     "weight sync": "bringing new weights to where rollouts are sampled",
     "training": "gradients and updates of the policy",
     "drafter training": "the same of the drafter",
-    "evaluation": "rollouts of held-out prompts",
+    "evaluation": "rollouts of held-out prompts, where they have the device to themselves",
     "checkpoint": "writing a checkpoint and the report",
     "idle": "nothing of the above",
 }
@@ -51,6 +52,8 @@ class Ledger:
         self._booked: dict[tuple[str, str], float] = defaultdict(float)
         self._ahead_s: dict[str, float] = defaultdict(float)
         """Booked beyond the time there was: of a step that was closed before its last seconds were told of."""
+        self._rested_s: dict[str, float] = defaultdict(float)
+        """What nobody had booked when steps were closed, and nothing was made up for since."""
 
     def arrive(self, device: str, now_s: float, rest: str = IDLE) -> None:
         """`rest`: the account of what nobody books."""
@@ -78,8 +81,11 @@ class Ledger:
         for device, there_s in present_s.items():
             left_s = there_s - self._ahead_s.pop(device, 0.0)
             if left_s < 0:
-                self._ahead_s[device] = -left_s
+                late_s = min(-left_s, self._rested_s[device])
+                self._rested_s[device] -= late_s
+                self._ahead_s[device] = late_s
             elif left_s:
+                self._rested_s[device] += left_s
                 entries.append(Entry(step, device, self._rest[device], left_s))
         return entries
 

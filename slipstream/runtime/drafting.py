@@ -236,8 +236,10 @@ def past_rollouts(step: int, groups: Sequence[GradedGroup]) -> list[PastRollout]
     ]
 
 
-def draft_metrics(counts: DraftCounts, saved_s: float, num_unserved: int = 0, spent_s: float = 0.0) -> dict[str, float]:
-    """Of one step; nothing if no sequence sampled."""
+def draft_metrics(
+    counts: DraftCounts, saved_s: float | None = None, num_unserved: int = 0, spent_s: float = 0.0
+) -> dict[str, float]:
+    """Of one step; nothing if no sequence sampled. `saved_s`: None if nobody estimated it."""
     if not counts.num_rows:
         return {}
     metrics = {
@@ -245,9 +247,10 @@ def draft_metrics(counts: DraftCounts, saved_s: float, num_unserved: int = 0, sp
         "rollout/spec_drafted": float(counts.num_drafted),
         "rollout/spec_accepted": float(counts.num_accepted),
         "rollout/spec_wasted": float(counts.num_drafted - counts.num_accepted),
-        "rollout/spec_saved_s": saved_s,
         "rollout/spec_groups_without_room": float(num_unserved),
     }
+    if saved_s is not None:
+        metrics["rollout/spec_saved_s"] = saved_s
     if spent_s:
         metrics["rollout/spec_draft_s"] = spent_s
     if counts.num_drafted:

@@ -30,6 +30,7 @@ from slipstream.models.weights import fingerprint
 from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
+from slipstream.runtime.control import CONTROL_FILE
 from slipstream.runtime.drafters import SavedDrafter
 from slipstream.runtime.drafting import (
     STRATEGIES,
@@ -80,22 +81,27 @@ def run_training(
     config: Config, *, resume: bool | Path = False, overwrite: bool = False, quiet: bool = False
 ) -> Outcome:
     """Train to the end of the recipe, from the start or from a checkpoint. ValueError for what the user can fix."""
-    losses = 0
+    losses, flag = 0, StopFlag()
     while True:
         before = latest_checkpoint(config.run.dir)
         try:
-            return _train_once(config, resume=resume, overwrite=overwrite, quiet=quiet)
+            return _train_once(config, flag, resume=resume, overwrite=overwrite, quiet=quiet, again=losses > 0)
         except TrainerLost as loss:
             after = latest_checkpoint(config.run.dir)
             losses = losses + 1 if after == before else 1
             if after is None or losses > MAX_TRAINER_LOSSES:
                 raise WorkerBroke(f"the process that trains was lost {losses} times at {after}; {loss}") from None
+            if flag.reason is not None:  # it was told to stop, and so was the trainer
+                return Outcome(flag.reason, config.run.dir, int(after.name.removeprefix("step_")))
             if not quiet:
                 print(f"{loss}\nthe run goes on from {after}", flush=True)
             resume, overwrite = True, False
 
 
-def _train_once(config: Config, *, resume: bool | Path, overwrite: bool, quiet: bool) -> Outcome:
+def _train_once(
+    config: Config, flag: StopFlag, *, resume: bool | Path, overwrite: bool, quiet: bool, again: bool
+) -> Outcome:
+    """`again`: after the trainer was lost, not because somebody asked."""
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.opened(config.run.dir))
         console = stack.enter_context(Console(config.train.steps, quiet=quiet))
@@ -129,7 +135,9 @@ def _train_once(config: Config, *, resume: bool | Path, overwrite: bool, quiet: 
         folder.begin(recipe, checkpoint, overwrite)
         store = stack.enter_context(RunStore(folder.path))
         log = stack.enter_context(MetricLog(folder.path, config.run.loggers, config.model_dump(mode="json")))
-        flag = stack.enter_context(stop_on_signals())
+        if not again:
+            (folder.path / CONTROL_FILE).unlink(missing_ok=True)  # what an earlier run was asked for
+        stack.enter_context(stop_on_signals(flag))
         run = _Run(config, tokenizer, model, trainer, store, log, console, flag)
         stack.callback(run.close)
         run.begin(checkpoint, device)
@@ -289,8 +297,11 @@ class _Run:
             path = self.save(self.step, {"position": 0, "concluded": False, "row": self.row})
         else:
             path = checkpoint.path
-        self.trainer.optimizer.state.clear()
+        self.trainer.let_go()
         self.model.to(torch.device("meta"))  # type: ignore[arg-type]
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         return path
 
     def stream(

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from slipstream.draft.shelves import Text
@@ -54,14 +53,13 @@ from slipstream.types import Request, Rollout, WeightVersion
 START_S = 600.0
 """A worker that has not said that it is here by then hangs."""
 MAX_LOSSES = 5
-"""Workers lost one after the other without a rollout that ended in between: then something else is wrong."""
+"""Of each worker, on average, without a rollout that ended in between: then something else is wrong."""
 
 
 class WorkerLink(Protocol):
     """The end of a worker's link that is here, as `processes.Link` has it."""
 
     name: str
-    connection: Connection
 
     @property
     def is_gone(self) -> bool: ...
@@ -145,11 +143,6 @@ class Pool:
     @property
     def has_work(self) -> bool:
         return bool(self._rollouts or self._asked)
-
-    @property
-    def connections(self) -> list[Connection]:
-        """Where something will be heard."""
-        return [worker.link.connection for worker in self._workers.values()]
 
     @property
     def pids(self) -> dict[str, int]:
@@ -240,9 +233,16 @@ class Pool:
                 self._tell(HandedBack(asked.request.uid, len(asked.token_ids)))
             case Beat():
                 self._spent += message.spent
-                self._book(name, message)
+                if worker.has_joined:  # what was before is the start
+                    self._book(name, message)
                 if message.drafts is not None:
                     self._drafts.merge(message.drafts)
+            case Broke() if not worker.has_joined and any(one.has_joined for one in self._workers.values()):
+                worker.is_leaving = True
+                self._say(
+                    f"rollout worker {name} cannot start: {message.reason}. The run goes on with {self.num_workers}; "
+                    f"{worker.link.how_it_ended()}"
+                )
             case Broke():
                 raise WorkerBroke(f"rollout worker {name}: {message.reason}\n{worker.link.how_it_ended()}")
             case _:
@@ -253,7 +253,8 @@ class Pool:
         spent, drafts = beat.spent, beat.drafts or DraftCounts()
         decoding = split_decoding(spent.decode_s, beat.num_tokens, drafts.num_accepted, drafts.num_drafted)
         waiting = {"tail wait": spent.idle_s} if self._rollouts else {}
-        accounts = {"prefill": spent.prefill_s, "weight sync": spent.weights_s} | decoding | waiting
+        accounts = {"prefill": spent.prefill_s, "graphs": spent.graph_s, "weight sync": spent.weights_s}
+        accounts |= decoding | waiting
         for account, seconds in accounts.items():
             self._ledger.book(name, account, seconds)
 
@@ -298,7 +299,7 @@ class Pool:
 
     def _look_after(self, name: str, worker: _Worker) -> None:
         silent_s = self._clock() - worker.heard_s
-        if not worker.link.is_gone and silent_s > (START_S if worker.here is None else self._silence_s):
+        if not worker.link.is_gone and silent_s > (self._silence_s if worker.has_joined else START_S):
             self._say(f"rollout worker {name} has said nothing for {silent_s:.0f} s: it is killed")
             worker.link.kill()
         if not worker.link.is_gone:
@@ -324,7 +325,7 @@ class Pool:
     def _start_again(self, name: str, cause: str) -> None:
         self._num_losses += 1
         self.num_lost += 1
-        if self._num_losses > MAX_LOSSES:
+        if self._num_losses > MAX_LOSSES * self.num_workers:
             raise WorkerBroke(f"{self._num_losses} workers were lost one after the other; the last: {cause}")
         self._say(f"rollout worker {cause}\n{name} is started again; others go on with its rollouts")
         self._start_worker(name)

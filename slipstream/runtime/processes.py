@@ -15,9 +15,11 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ LAST_LINES = 5
 """Of a log file that are shown when its process is lost."""
 GRACE_S = 3.0
 """How long one may take that is to end by itself."""
+LOST = 255
+"""What is said of the end of a process whose end nobody saw."""
 JOIN_S = 10.0
 """How long a process that was killed may take to be gone."""
 
@@ -56,26 +60,48 @@ class Pipe:
         try:
             while self._connection.poll(0 if heard else wait_s):
                 heard.append(self._connection.recv())
-        except (EOFError, ConnectionError) as error:
+        except (EOFError, OSError) as error:
             raise PipeClosed from error
         return heard
 
 
+class Doorbell:
+    """Wakes whoever waits for several processes to say something."""
+
+    def __init__(self) -> None:
+        self._rung = threading.Event()
+
+    def ring(self) -> None:
+        self._rung.set()
+
+    def wait(self, wait_s: float) -> None:
+        """Until somebody has rung since the last time, or so long."""
+        self._rung.wait(wait_s)
+        self._rung.clear()
+
+
 class Link:
-    def __init__(self, name: str, log_file: Path, num_threads: int, work: Work, *arguments: Any) -> None:
-        self.name, self.log_file = name, log_file
+    def __init__(
+        self, name: str, log_file: Path, num_threads: int, work: Work, *arguments: Any, bell: Doorbell
+    ) -> None:
+        """`bell`: is rung when it has said something, and when it is gone."""
+        self.name, self.log_file, self._bell = name, log_file, bell
         log_file.parent.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        self.connection, theirs = context.Pipe()
+        self._connection, theirs = context.Pipe()
         self._process = context.Process(
             target=_live, args=(theirs, log_file, num_threads, work, arguments), name=name, daemon=True
         )
         self._process.start()
         theirs.close()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._fault: Exception | None = None
         self._sender = threading.Thread(target=self._send_all, daemon=True)
+        self._receiver = threading.Thread(target=self._receive_all, daemon=True)
         self._sender.start()
+        self._receiver.start()
 
     @property
     def pid(self) -> int:
@@ -88,17 +114,18 @@ class Link:
 
     def receive(self) -> list[Any]:
         """All that it has said, also before it ended."""
+        if self._fault is not None:
+            raise self._fault
         received: list[Any] = []
-        try:
-            while self.connection.poll(0):
-                received.append(self.connection.recv())
-        except (EOFError, ConnectionError):
-            self._process.join(JOIN_S)
+        with suppress(queue.Empty):
+            while True:
+                received.append(self._inbox.get_nowait())
         return received
 
     @property
     def is_gone(self) -> bool:
-        return not self._process.is_alive()
+        """Then all that it ever said is there."""
+        return not self._process.is_alive() and not self._receiver.is_alive()
 
     def how_it_ended(self) -> str:
         """For an error: what became of it, its log file, and the end of that."""
@@ -113,14 +140,19 @@ class Link:
 
     def kill(self) -> None:
         """At once, whatever it does; it is gone when this returns."""
-        self._process.kill()
+        # By number: if the server that forks processes was killed, all of its processes look as if they had ended.
+        if self._process.exitcode in (None, LOST):
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
         self._process.join(JOIN_S)
+        self._receiver.join(JOIN_S)
 
     def close(self) -> None:
         """The process ends when it sees that the pipe is closed; if it does not look, it is killed."""
         self._outbox.put(None)
         self._sender.join(GRACE_S)
-        self.connection.close()
+        with suppress(OSError):  # both threads may be using it: they see the end, and so does the process
+            socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
         self._process.join(GRACE_S)
         if not self.is_gone:
             self.kill()
@@ -128,14 +160,31 @@ class Link:
     def _send_all(self) -> None:
         try:
             while (message := self._outbox.get()) is not None:
-                self.connection.send(message)
+                self._connection.send(message)
         except OSError:
             return  # it is gone, or the link is closed
+        except Exception as error:  # a message that cannot travel: whoever looks next is told
+            self._fault = error
+            self._bell.ring()
+
+    def _receive_all(self) -> None:
+        """In a thread: a process that hangs or dies in the middle of a message must hold up nobody else."""
+        try:
+            while True:
+                self._inbox.put(self._connection.recv())
+                self._bell.ring()
+        except (EOFError, OSError):
+            self._process.join(JOIN_S)  # so that who is woken finds it gone
+        except Exception as error:
+            self._fault = error
+        self._bell.ring()
 
 
 def _live(connection: Connection, log_file: Path, num_threads: int, work: Work, arguments: tuple[Any, ...]) -> None:
     """The whole life of the process."""
-    os.setsid()  # Ctrl-C and the signals of batch systems go to the whole group: they are the parent's to hear
+    # Ctrl-C and what batch systems send, to the group or to every process, are the parent's to hear.
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with log_file.open("a", buffering=1) as log:
         os.dup2(log.fileno(), 1)

@@ -87,6 +87,8 @@ class Spent:
     prefill_s: float = 0.0
     """Of a step that also decodes: by its share of the tokens."""
     decode_s: float = 0.0
+    graph_s: float = 0.0
+    """Of steps that made a CUDA graph, or had none yet."""
     weights_s: float = 0.0
     idle_s: float = 0.0
     """With nothing to sample."""
@@ -95,6 +97,7 @@ class Spent:
         return Spent(
             self.prefill_s + other.prefill_s,
             self.decode_s + other.decode_s,
+            self.graph_s + other.graph_s,
             self.weights_s + other.weights_s,
             self.idle_s + other.idle_s,
         )

@@ -78,8 +78,8 @@ class RolloutWorker:
         """By rollout that is here: tokens of it that were reported, with those it came with."""
         self._spent = Spent()
         self._counted_s = self._told_s = clock()
-        facts = engine.facts()
-        self._prefilled_s, self._num_sampled = facts.prefill_s, facts.decode_tokens
+        engine.take_draft_counts()  # of whatever measured it before
+        self._facts = self._told_facts = engine.facts()
         self.is_leaving = False
 
     @property
@@ -107,6 +107,7 @@ class RolloutWorker:
             case TakeWeights():
                 version = self._engine.change_weights(lambda model: self._weights.catch_up(model, message.number))
                 self._spent += Spent(weights_s=self._lap())
+                self._tell()
                 self._say(HasWeights(version))
             case Leave():
                 self._tell()
@@ -117,10 +118,10 @@ class RolloutWorker:
         self._count_idle()
         if self._engine.has_work:
             ended = self._engine.step()
-            step_s, before_s = self._lap(), self._prefilled_s
-            self._prefilled_s = self._engine.facts().prefill_s
-            prefill_s = self._prefilled_s - before_s
-            self._spent += Spent(prefill_s=prefill_s, decode_s=step_s - prefill_s)
+            step_s, before = self._lap(), self._facts
+            self._facts = self._engine.facts()
+            prefill_s, graph_s = self._facts.prefill_s - before.prefill_s, self._facts.graph_s - before.graph_s
+            self._spent += Spent(prefill_s=prefill_s, graph_s=graph_s, decode_s=step_s - prefill_s - graph_s)
             for rollout in ended:
                 self._let_go(rollout.request)
                 self._say(Ended(rollout))
@@ -135,8 +136,8 @@ class RolloutWorker:
                 self._told[piece.request.uid] += len(piece.token_ids)
             self._say(Grown(tuple(grown)))
         drafts = self._engine.take_draft_counts() if self._engine.drafter is not None else None
-        before, self._num_sampled = self._num_sampled, self._engine.facts().decode_tokens
-        self._say(Beat(self._spent, self._num_sampled - before, drafts))
+        before, self._told_facts = self._told_facts, self._engine.facts()
+        self._say(Beat(self._spent, self._told_facts.decode_tokens - before.decode_tokens, drafts))
         self._spent = Spent()
 
     def _let_go(self, request: Request) -> None:

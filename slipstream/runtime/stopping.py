@@ -19,13 +19,13 @@ class StopFlag:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopFlag]:
+def stop_on_signals(flag: StopFlag | None = None) -> Iterator[StopFlag]:
     """The first Ctrl-C (or SIGTERM) asks for a checkpoint and an end; the second one ends at once.
 
     A second signal within a second is still the first: `timeout` and batch systems signal the process and its group.
     The handler only sets a flag: printing in it could break into a print under way.
     """
-    flag = StopFlag()
+    flag = flag or StopFlag()
     first_s = 0.0
 
     def on_signal(number: int, frame: FrameType | None) -> None:

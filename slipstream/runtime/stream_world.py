@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from multiprocessing.connection import wait
 from typing import Any
 
 from slipstream.config import Config
@@ -26,6 +25,7 @@ from slipstream.runtime.control import workers_asked_for
 from slipstream.runtime.drafting import draft_metrics, past_texts, remember
 from slipstream.runtime.evaluation import EvaluationRound
 from slipstream.runtime.pool import Pool, WorkerBroke, WorkerLink
+from slipstream.runtime.processes import Doorbell
 from slipstream.runtime.rollouts import GradedGroup, OpenGroups, store_groups, train_samples
 from slipstream.runtime.trainer_messages import (
     FeedSamples,
@@ -81,6 +81,7 @@ class StreamWorld:
         pool: Pool,
         trainers: Sequence[WorkerLink],
         ledger: Ledger,
+        bell: Doorbell,
         groups: OpenGroups,
         history: HistoryStore | None,
         prompts: Sequence[Prompt],
@@ -97,7 +98,9 @@ class StreamWorld:
         checkpoint as it is."""
         self._config = config
         self._pool, self._trainers, self._groups, self._history = pool, trainers, groups, history
-        self._ledger, self._began_s = ledger, time.monotonic()
+        self._ledger, self._bell, self._began_s = ledger, bell, time.monotonic()
+        self._wish: int | None = None
+        """How many workers were asked for last."""
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
@@ -149,7 +152,7 @@ class StreamWorld:
             return [StopAsked(reason)]
         self._look_at_wishes()
         wait_s = GRADING_WAIT_S if self._groups.num_in_grading else WAIT_S
-        wait([*(trainer.connection for trainer in self._trainers), *self._pool.connections], wait_s)
+        self._bell.wait(wait_s)
         facts = self._hear_trainers()
         for rollout in self._pool.advance():
             self._collect(rollout)
@@ -166,7 +169,8 @@ class StreamWorld:
             return
         self._looked_s = time.monotonic()
         wanted = workers_asked_for(self._config.run.dir)
-        if wanted is not None and wanted != self._pool.num_workers:
+        if wanted is not None and wanted != self._wish:
+            self._wish = wanted
             self._console.note(f"rollout workers: {wanted} instead of {self._pool.num_workers}, as was asked for")
             self._pool.resize(wanted)
 
@@ -257,7 +261,7 @@ class StreamWorld:
             [result for group in groups for result in group.unscored],
             self._config.train.samples_per_prompt,
         )
-        row |= draft_metrics(self._pool.take_drafts(), 0.0)
+        row |= draft_metrics(self._pool.take_drafts())
         row["timing_s/gen"] = self._sampled_s.pop(step) - self._asked_s.pop(step)
         behind = [step - 1 - result.rollout.first_version for result in results]
         row["rollout/staleness"] = sum(behind) / len(behind)
@@ -320,7 +324,7 @@ class StreamWorld:
         if self._recorded_s is not None and action.step > 0:
             step_s = row["timing_s/step"] = now_s - self._recorded_s
             tokens = row.get("rollout/tokens", 0.0)
-            row["perf/throughput"] = tokens / step_s
+            row["perf/throughput"] = tokens / max(1e-9, step_s - row.get("timing_s/eval", 0.0))
             if row.get("timing_s/gen", 0.0) > 0:
                 row["rollout/tokens_per_s"] = tokens / row["timing_s/gen"]
         self._recorded_s = now_s

@@ -27,11 +27,10 @@ from slipstream.observe.ledger import Ledger
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
 from slipstream.runtime.coats import sample_in_process, train_in_process
-from slipstream.runtime.control import CONTROL_FILE
 from slipstream.runtime.driver import drive
 from slipstream.runtime.folder import LOGS_FOLDER, PROCESSES_FILE, WEIGHTS_FOLDER
 from slipstream.runtime.pool import Pool
-from slipstream.runtime.processes import Link
+from slipstream.runtime.processes import Doorbell, Link
 from slipstream.runtime.rollouts import OpenGroups
 from slipstream.runtime.stream_world import StreamWorld
 from slipstream.schedule.events import Action, Event, Item, RunBegan, StepTrained, to_record
@@ -75,7 +74,6 @@ def stream(
     config, run_dir = parts.config, parts.config.run.dir
     weights_folder = run_dir / WEIGHTS_FOLDER
     shutil.rmtree(weights_folder, ignore_errors=True)  # of a run that was cut off: versions are numbered anew
-    (run_dir / CONTROL_FILE).unlink(missing_ok=True)  # what it was asked for, the recipe says now
     step = first.step
 
     def write(now_s: float, *items: Item) -> None:
@@ -91,14 +89,16 @@ def stream(
         write(now_s, event, *actions)
 
     with ExitStack() as stack:
-        ledger = Ledger()
+        ledger, bell = Ledger(), Doorbell()
         pids = {"driver": os.getpid()}
 
         def start(name: str, *arguments: Any) -> Link:
             """Its number is written down, for whoever looks after the run."""
-            link = RUNTIMES[config.runtime](name, *arguments)
+            link = RUNTIMES[config.runtime](name, *arguments, bell=bell)
             pids[name] = link.pid
-            (run_dir / PROCESSES_FILE).write_text(json.dumps(pids))
+            partial = run_dir / f".tmp-{PROCESSES_FILE}"
+            partial.write_text(json.dumps(pids))
+            os.replace(partial, run_dir / PROCESSES_FILE)
             return link
 
         def start_worker(name: str) -> Link:
@@ -131,6 +131,7 @@ def stream(
             pool=pool,
             trainers=trainers,
             ledger=ledger,
+            bell=bell,
             groups=OpenGroups(parts.grader, parts.tokenizer, config.seed),
             history=parts.history,
             prompts=parts.prompts,

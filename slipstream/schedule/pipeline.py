@@ -136,7 +136,8 @@ class Pipeline:
             step.kept.append(event.position)
             if self._in_order:
                 step.kept.sort()  # what was fed came before all that were outstanding
-        missing = self._config.train.prompts_per_step - len(step.kept)
+        # A resumed step is asked for with all its rounds at once, and may come to more.
+        missing = max(0, self._config.train.prompts_per_step - len(step.kept))
         if (
             step.outstanding
             or not missing

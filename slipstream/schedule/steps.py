@@ -42,6 +42,8 @@ class _Step:
     """Groups that are not carried on: they were carried into it, or begun before it was open."""
 
     def take_in(self, name: str, group: list[FleetRollout]) -> None:
+        if name in self.groups:  # a prompt that came up twice in the step
+            group = self.give_away(name) + group
         left = sum(not rollout.has_ended for rollout in group)
         self.groups[name], self.num_left[name] = group, left
         self.num_late += left > 0

@@ -42,6 +42,7 @@ class Recorded:
     """What a run's store tells of its steps, without the first, which prepares the others."""
 
     slots: int
+    mode: str
     metrics: Mapping[str, Mapping[int, float]]
     steps: list[int]
     rollouts: dict[int, SimulatedStep]
@@ -73,7 +74,7 @@ def read_recorded(run: Path) -> Recorded:
     """ValueError if it is no run's folder, or has too few steps."""
     if not (run / "config.yaml").exists():
         raise ValueError(f"{run} is no run's folder: it has no config.yaml. Give one that `slipstream train` wrote")
-    slots = load_config(run / "config.yaml").engine.max_sequences
+    config = load_config(run / "config.yaml")
     with RunStore(run, read_only=True) as store:
         metrics = store.metrics_by_name()
         found = sorted(store.rollouts(kind="train"), key=lambda one: (one.step, [*map(_number, one.uid.split("/"))]))
@@ -98,12 +99,22 @@ def read_recorded(run: Path) -> Recorded:
         - metrics[TRAINING][step]
         for step in steps
     }
-    return Recorded(slots, metrics, steps, rollouts, teaching, rest)
+    return Recorded(config.engine.max_sequences, config.mode, metrics, steps, rollouts, teaching, rest)
+
+
+def one_after_the_other(run: Path) -> Recorded:
+    """A run whose phases are; ValueError if it has others."""
+    recorded = read_recorded(run)
+    if recorded.mode != "colocated":
+        raise ValueError(
+            f"{run} sampled and trained at the same time (mode={recorded.mode}): give one of mode=colocated"
+        )
+    return recorded
 
 
 def foretell(run: Path) -> tuple[list[Phase], int]:
     """Of the second half of a run, phase by phase, and how many steps that is; ValueError if it has too few."""
-    recorded = read_recorded(run)
+    recorded = one_after_the_other(run)
     metrics, steps, rest = recorded.metrics, recorded.steps, recorded.rest
     if any(metrics.get(DRAFTED, {}).values()):
         raise ValueError(f"{run} sampled with drafts, whose tokens a step are not foretold: give one without")

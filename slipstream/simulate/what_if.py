@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slipstream.schedule.rules import MODES, Rules
 from slipstream.schedule.speeds import SpeedCurve
-from slipstream.simulate.against import TRAINING, read_recorded
+from slipstream.simulate.against import TRAINING, one_after_the_other
 from slipstream.simulate.system import Costs, System
 from slipstream.simulate.world import simulate
 
@@ -38,7 +38,7 @@ class Setting:
 def what_if(run: Path) -> list[Setting]:
     """The run as it would be colocated, and in each mode with a few more devices; ValueError if it has too few steps
     to say."""
-    recorded = read_recorded(run)
+    recorded = one_after_the_other(run)
     steps = [recorded.rollouts[step] for step in recorded.steps]
     step_s, sequence_s = recorded.decoding(recorded.steps)
     num_tokens = sum(length for step in steps for length in step.lengths.values())

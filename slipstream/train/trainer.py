@@ -209,6 +209,13 @@ class Trainer:
         self._open = None
         self.optimizer.zero_grad(set_to_none=True)
 
+    def let_go(self) -> None:
+        """Of all tensors, so that their memory is free once the model lets go of them too; it cannot train any more."""
+        self.reference = None
+        self.optimizer.state.clear()
+        self.optimizer.param_groups.clear()
+        self.parameters.clear()
+
     def skip_step(self) -> None:
         """Count a step that had nothing to train on: the weights stay, the learning-rate schedule goes on."""
         self.steps_done += 1

@@ -109,10 +109,12 @@ def deviations() -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_tokens_that_went_through_drafts_are_distributed_as_others() -> None:
     assert max(deviations()) < 4
 
 
+@pytest.mark.slow
 def test_a_planted_bias_towards_drafts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "slipstream.engine.triton_step" if DEVICE.type == "cuda" else "slipstream.engine.step"
     module = importlib.import_module(name)

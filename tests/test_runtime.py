@@ -229,7 +229,9 @@ def test_a_stop_inside_any_phase_loses_nothing(
     assert_replays(tmp_path / "run")
 
 
-@pytest.mark.parametrize("changes", [{"sleep": "all"}, {"kv_tokens": 64}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"sleep": "all"}, pytest.param({"kv_tokens": 64}, marks=pytest.mark.slow)], ids=str
+)
 def test_memory_settings_change_no_number(changes: dict[str, Any], unbroken: Path, tmp_path: Path) -> None:
     settings = SETTINGS | {"run": {"dir": str(tmp_path / "run")}, "engine": SETTINGS["engine"] | changes}
     assert run_training(build_config(settings), quiet=True).reason == "done"

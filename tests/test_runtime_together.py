@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from drafter_workers import Gate, Texts, taught_by, worker
 from test_draft_history import generate, groups
@@ -111,6 +112,7 @@ class Crew(DrafterSession):
         return {rollout.request.uid: rollout for _, rollout in got}
 
 
+@pytest.mark.slow
 def test_workers_train_together_are_killed_called_away_and_come_late(tmp_path: Path) -> None:
     long, _ = generate(groups(4, 3))
     by_group = [[[*one.request.prompt_ids, *one.token_ids] for one in list(long.values())[n::4]] for n in range(4)]

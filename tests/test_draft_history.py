@@ -85,7 +85,7 @@ def test_drafts_change_no_bit_and_some_are_right(rule: Rule, temperature: float)
 
 
 @pytest.mark.parametrize("changes", [{"kv_tokens": 256}, {"steps_ahead": 1}, {"steps_ahead": 2, "kv_tokens": 320}])
-@pytest.mark.parametrize("drafts_each", [0.3, 4.0])
+@pytest.mark.parametrize("drafts_each", [pytest.param(0.3, marks=pytest.mark.slow), 4.0])
 def test_drafts_change_no_bit_under_preemption_and_late_reading(changes: dict[str, int], drafts_each: float) -> None:
     plain, _ = generate(groups())
     drafted, engine = generate(groups(), drafter_with(list(plain.values())), drafts_each, **changes)

@@ -246,10 +246,10 @@ def test_facts_of_a_busy_engine() -> None:
 
 
 def test_sequences_preempted_under_pressure_end_as_if_they_had_room() -> None:
-    groups = [group(f"g{number}", PROMPTS[number], 3, max_new_tokens=150) for number in range(4)]
-    roomy = run(build_engine(max_length=192, max_sequences=12), groups)
+    groups = [group(f"g{number}", PROMPTS[number], 2, max_new_tokens=150) for number in range(3)]
+    roomy = run(build_engine(max_length=192, max_sequences=6), groups)
     for num_pages in (3, 7):
-        engine = build_engine(max_length=192, max_sequences=12, kv_tokens=64 * num_pages)
+        engine = build_engine(max_length=192, max_sequences=6, kv_tokens=64 * num_pages)
         assert run(engine, groups) == roomy
         assert engine.facts().num_preempted > 0 and engine.facts().num_free_pages == num_pages
 

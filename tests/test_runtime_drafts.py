@@ -167,6 +167,7 @@ def test_the_selector_of_a_run_changes_no_number_and_its_choices_are_told(
     assert reason in (folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always_drafting")
 def test_another_runs_history_is_there_from_the_first_step(without: Path, tmp_path: Path) -> None:
     """From a run without drafts: its run.db has the rollouts too."""
@@ -197,6 +198,7 @@ def test_a_wrong_history_is_noticed_before_anything_is_written(
     assert not (tmp_path / "mine" / "config.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_broken_history_costs_drafts_and_not_the_run(without: Path, tmp_path: Path) -> None:
     config = build_config(settings(tmp_path / "on", draft={"source": "history"}))
     with pytest.MonkeyPatch.context() as patched, pytest.warns(UserWarning, match="not in the history"):

@@ -154,6 +154,7 @@ def test_a_process_beside_borrows_versions_and_is_shown_again_what_it_saw_damage
     assert told[1][2] == told[0][2] == [1, 3], "buckets 0, 1, 2, 1 again, and 3 were looked at"
 
 
+@pytest.mark.slow
 def test_a_borrower_that_never_sees_it_right_is_named() -> None:
     published, told = lend(
         small_llama(0), dtype=torch.float32, device="cpu", numbers=[0], bad=list(range(1, 99)), bucket_bytes=SMALL * 4

@@ -30,7 +30,7 @@ from slipstream.schedule.rules import MODES
 from slipstream.schedule.speeds import SpeedCurve
 from slipstream.simulate.against import GENERATION, TRAINING, WHOLE, read_recorded
 from slipstream.simulate.outcome import FILLING
-from slipstream.simulate.system import Costs, System
+from slipstream.simulate.system import System
 from slipstream.simulate.what_if import what_if
 from slipstream.simulate.world import simulate
 
@@ -53,14 +53,9 @@ def simulated_s(folder: Path, mode: str, workers: int) -> float:
     with RunStore(folder, read_only=True) as store:
         joined = store.events("WorkerJoined")[0].payload
     steps = [recorded.rollouts[step] for step in recorded.steps]
-    num_tokens = sum(length for step in steps for length in step.lengths.values())
-    costs = Costs(
-        curve=SpeedCurve(tuple((int(batch), float(seconds)) for batch, seconds in joined["points"])),
-        slots=joined["slots"],
-        gpus_a_worker=1,
-        train_gpu_s=sum(recorded.metrics[TRAINING][step] for step in recorded.steps) / num_tokens,
-        weights_s=statistics.fmean(recorded.metrics["timing_s/update_weights"].values()),
-    )
+    curve = SpeedCurve(tuple((int(batch), float(seconds)) for batch, seconds in joined["points"]))
+    weights_s = statistics.fmean(recorded.metrics["timing_s/update_weights"].values())
+    costs = recorded.costs(curve, joined["slots"], weights_s)
     return simulate(System(MODES[mode], streams=True), costs, steps, num_gpus=workers + 1, train_gpus=1).step_s
 
 

@@ -293,13 +293,12 @@ class StreamWorld:
             case TrainerReady():
                 self._ledger.book(trainer.name, "start", time.monotonic() - self._began_s)
                 return []
-            case StepFinished() if trainer is not self._trainers[0]:
-                self._ledger.book(trainer.name, "training", message.busy_s)
-                return []  # what it computed is in what the first says
             case StepFinished():
+                self._ledger.book(trainer.name, "training", message.busy_s)
+                if trainer is not self._trainers[0]:
+                    return []  # what it computed is in what the first says
                 self._row(message.step).update(message.metrics)
                 self._row(message.step)["timing_s/update_actor"] = message.busy_s
-                self._ledger.book(trainer.name, "training", message.busy_s)
                 return [StepTrained(message.step)]
             case WeightsPublished():
                 self._pool.give_weights(message.version)

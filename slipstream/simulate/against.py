@@ -18,6 +18,7 @@ from slipstream.config import load_config
 from slipstream.observe.store import RunStore
 from slipstream.schedule.dispatch import WorkerSpec
 from slipstream.schedule.speeds import SpeedCurve
+from slipstream.simulate.system import Costs
 from slipstream.simulate.worker import run_to_end
 from slipstream.simulate.workloads import SimulatedStep
 
@@ -64,6 +65,12 @@ class Recorded:
 
     def train_s(self, step: int, costs: tuple[float, float]) -> float:
         return costs[0] + costs[1] * self.teaching[step]
+
+    def costs(self, curve: SpeedCurve, slots: int, weights_s: float) -> Costs:
+        """Of devices that train as this run's did, and decode so."""
+        num_tokens = sum(sum(self.rollouts[step].lengths.values()) for step in self.steps)
+        train_s = sum(self.metrics[TRAINING][step] for step in self.steps)
+        return Costs(curve, slots, gpus_a_worker=1, train_gpu_s=train_s / num_tokens, weights_s=weights_s)
 
     def _decoding(self, step: int) -> tuple[float, float]:
         lengths = list(self.rollouts[step].lengths.values())

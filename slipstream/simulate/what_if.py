@@ -12,8 +12,8 @@ from pathlib import Path
 
 from slipstream.schedule.rules import MODES, Rules
 from slipstream.schedule.speeds import SpeedCurve
-from slipstream.simulate.against import TRAINING, one_after_the_other
-from slipstream.simulate.system import Costs, System
+from slipstream.simulate.against import one_after_the_other
+from slipstream.simulate.system import System
 from slipstream.simulate.world import simulate
 
 COLOCATED = System(Rules(), colocated=True)
@@ -41,14 +41,9 @@ def what_if(run: Path) -> list[Setting]:
     recorded = one_after_the_other(run)
     steps = [recorded.rollouts[step] for step in recorded.steps]
     step_s, sequence_s = recorded.decoding(recorded.steps)
-    num_tokens = sum(length for step in steps for length in step.lengths.values())
-    costs = Costs(
-        curve=SpeedCurve(tuple((batch, max(LEAST_S, step_s + batch * sequence_s)) for batch in (1, 2))),
-        slots=recorded.slots,
-        gpus_a_worker=1,
-        train_gpu_s=sum(recorded.metrics[TRAINING][step] for step in recorded.steps) / num_tokens,
-        weights_s=max(0.0, statistics.fmean(recorded.rest[step] for step in recorded.steps)),
-    )
+    curve = SpeedCurve(tuple((batch, max(LEAST_S, step_s + batch * sequence_s)) for batch in (1, 2)))
+    weights_s = max(0.0, statistics.fmean(recorded.rest[step] for step in recorded.steps))
+    costs = recorded.costs(curve, recorded.slots, weights_s)
     alone = simulate(COLOCATED, costs, steps, num_gpus=1)
     found = [Setting("colocated", 1, alone.step_s, alone.idle_share)]
     for mode, rules in MODES.items():

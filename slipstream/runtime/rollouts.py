@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.config import Algorithm
 from slipstream.engine.engine import Engine
+from slipstream.observe.metrics import rollout_metrics
 from slipstream.observe.store import RolloutKind, RunStore
 from slipstream.rng import derive_seed
+from slipstream.schedule.events import GroupScored
 from slipstream.tasks.grading import Grader
 from slipstream.train.algorithms import ALGORITHMS
 from slipstream.types import Prompt, Request, Rollout, SamplingParams, Scored, TrainSample, Unscored
@@ -144,6 +146,19 @@ class RolloutDesk:
         times = self.engine_s, self.waiting_s
         self.engine_s = self.waiting_s = 0.0
         return times
+
+
+def scored_fact(group: GradedGroup) -> GroupScored:
+    """Of a group of training, which is named by its step and position."""
+    step, position = (int(part) for part in group.name.split("/"))
+    rewards = {result.reward for result in group.scored}
+    return GroupScored(step, position, len(group.scored), len(group.unscored), len(rewards) > 1)
+
+
+def metrics_of(groups: Sequence[GradedGroup], samples_per_prompt: int) -> dict[str, float]:
+    """Of the rollouts of a step."""
+    scored = [result for group in groups for result in group.scored]
+    return rollout_metrics(scored, [result for group in groups for result in group.unscored], samples_per_prompt)
 
 
 def train_samples(groups: Sequence[GradedGroup], algorithm: Algorithm) -> list[TrainSample]:

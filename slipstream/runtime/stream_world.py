@@ -17,7 +17,6 @@ from slipstream.history.store import HistoryStore
 from slipstream.observe.console import Advance, Console
 from slipstream.observe.ledger import Ledger
 from slipstream.observe.loggers import MetricLog
-from slipstream.observe.metrics import rollout_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.store import RunStore
 from slipstream.observe.timeline import write_trace
@@ -26,7 +25,7 @@ from slipstream.runtime.drafting import draft_metrics, past_texts, remember
 from slipstream.runtime.evaluation import EvaluationRound
 from slipstream.runtime.pool import Pool, WorkerBroke, WorkerLink
 from slipstream.runtime.processes import Doorbell
-from slipstream.runtime.rollouts import GradedGroup, OpenGroups, store_groups, train_samples
+from slipstream.runtime.rollouts import GradedGroup, OpenGroups, metrics_of, scored_fact, store_groups, train_samples
 from slipstream.runtime.trainer_messages import (
     FeedSamples,
     FinishStep,
@@ -47,7 +46,6 @@ from slipstream.schedule.events import (
     Feed,
     Finish,
     Generate,
-    GroupScored,
     PushWeights,
     Record,
     Save,
@@ -206,10 +204,9 @@ class StreamWorld:
                 self._evaluation.take(group)
                 return self._evaluated() if self._evaluation.is_done else []
             return []
-        step, position = (int(part) for part in group.name.split("/"))
-        self._scored.setdefault(step, {})[position] = group
-        rewards = {result.reward for result in group.scored}
-        return [GroupScored(step, position, len(group.scored), len(group.unscored), len(rewards) > 1)]
+        fact = scored_fact(group)
+        self._scored.setdefault(fact.step, {})[fact.position] = group
+        return [fact]
 
     # Evaluation, beside whatever is being sampled.
 
@@ -256,11 +253,7 @@ class StreamWorld:
             started = time.perf_counter()
             remember(self._history, step, groups)
             row["timing_s/history"] = time.perf_counter() - started
-        row |= rollout_metrics(
-            [result for group in groups for result in group.scored],
-            [result for group in groups for result in group.unscored],
-            self._config.train.samples_per_prompt,
-        )
+        row |= metrics_of(groups, self._config.train.samples_per_prompt)
         row |= draft_metrics(self._pool.take_drafts())
         row["timing_s/gen"] = self._sampled_s.pop(step) - self._asked_s.pop(step)
         behind = [step - 1 - result.rollout.first_version for result in results]

@@ -21,13 +21,12 @@ from slipstream.models.weights import named_weights
 from slipstream.observe.console import Advance, Console
 from slipstream.observe.ledger import Ledger, split_decoding
 from slipstream.observe.loggers import MetricLog
-from slipstream.observe.metrics import rollout_metrics
 from slipstream.observe.report import write_report
 from slipstream.observe.store import RunStore
 from slipstream.observe.timeline import write_trace
 from slipstream.runtime.drafting import draft_metrics, remember
 from slipstream.runtime.evaluation import Interrupted, evaluate_sets
-from slipstream.runtime.rollouts import GradedGroup, RolloutDesk, store_groups, train_samples
+from slipstream.runtime.rollouts import GradedGroup, RolloutDesk, metrics_of, scored_fact, store_groups, train_samples
 from slipstream.runtime.tail import Learning
 from slipstream.schedule.events import (
     Action,
@@ -38,7 +37,6 @@ from slipstream.schedule.events import (
     Feed,
     Finish,
     Generate,
-    GroupScored,
     Item,
     PushWeights,
     Record,
@@ -148,10 +146,9 @@ class LocalWorld:
             return [StopAsked(reason)]
         facts: list[Event] = []
         for group in self._desk.advance(self._on_finished):
-            step, position = (int(part) for part in group.name.split("/"))
-            self._groups[position] = group
-            rewards = {result.reward for result in group.scored}
-            facts.append(GroupScored(step, position, len(group.scored), len(group.unscored), len(rewards) > 1))
+            fact = scored_fact(group)
+            self._groups[fact.position] = group
+            facts.append(fact)
         facts += [DraftChosen(one.batch, str(one.strategy), one.reason) for one in self._selector.take_choices()]
         if self._learner is not None:
             engine = self._engine.facts()
@@ -202,11 +199,7 @@ class LocalWorld:
         if self._learner is not None:
             self._row |= self._learner.end_rollout()
         check_faults([result for group in groups for result in group.results], self._config.reward.max_fault_share)
-        self._row |= rollout_metrics(
-            [result for group in groups for result in group.scored],
-            [result for group in groups for result in group.unscored],
-            self._config.train.samples_per_prompt,
-        )
+        self._row |= metrics_of(groups, self._config.train.samples_per_prompt)
         self._row |= self._book_rollout(counts)
         if not self._config.engine.exact and self._engine.device.type == "cuda":
             asked = [group.results[0].rollout for group in groups[:MATCHED_ROLLOUTS]]

@@ -95,7 +95,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = resolve_precision("auto", device)
     record = describe_machine(device, precision) | {"what": "benchmarks/history_run.py", **vars(arguments)}
-    record["out"] = arguments.out.name
+    record["out"], record["keep"] = arguments.out.name, arguments.keep is not None
     sources = arguments.sources.split(",")
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)

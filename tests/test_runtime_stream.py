@@ -63,7 +63,7 @@ def pid_of(run_dir: Path, name: str) -> int:
     return int(json.loads((run_dir / "processes.json").read_text())[name])
 
 
-def wait_for(run_dir: Path, step: int, limit_s: float = 120.0) -> None:
+def wait_for(run_dir: Path, step: int, limit_s: float = 300.0) -> None:
     """Until this step is recorded."""
     until_s = time.monotonic() + limit_s
     while time.monotonic() < until_s:

@@ -44,7 +44,7 @@ def step(model: nn.Module, share: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, weight in named_weights(model):
-            moved = torch.rand(weight.shape, generator=generator) < share
+            moved = (torch.rand(weight.shape, generator=generator) < share).to(weight.device)
             weight.copy_(torch.where(moved, weight * 1.01 + 1e-3, weight))
 
 

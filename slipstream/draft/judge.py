@@ -82,7 +82,7 @@ def _draw(target: PreTrainedModel, hidden_TD: Tensor, position_T: Tensor, seed: 
     for hidden_ND, position_N in zip(hidden_TD.split(ROWS_AT_ONCE), position_T.split(ROWS_AT_ONCE), strict=True):
         ones = torch.ones(len(position_N), device=position_N.device)
         rows = SamplingRows(
-            seed_N2=torch.tensor([seed & MASK32, seed >> 32], device=ones.device).expand(len(ones), 2),
+            seed_N2=torch.tensor([seed & MASK32, seed >> 32], device=ones.device).repeat(len(ones), 1),
             position_N=position_N,
             inverse_temperature_N=ones / (temperature or 1.0),
             greedy_N=torch.full_like(ones, temperature == 0, dtype=torch.bool),

@@ -45,11 +45,12 @@ MODEL = (Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4))
 MIXED = (Strategy(2.0, 4, 2), Strategy(4.0, 4, 4), Strategy(8.0, 4, 6))
 TREES = (Strategy(8.0, 0, 4, 3), Strategy(16.0, 0, 5, 4), Strategy(8.0, 4, 4, 3))
 TREE_BATCH = 8
-SAMPLES, WAVES, MAX_DRAFTS, TIMED_WALKS = 8, 3, 32, 3
+SAMPLES, MAX_DRAFTS, TIMED_WALKS = 8, 32, 3
 
 
 class Bench:
-    def __init__(self, run: Path, new_tokens: int) -> None:
+    def __init__(self, run: Path, new_tokens: int, waves: int) -> None:
+        self.waves = waves
         config = load_config(run / "config.yaml")
         saved = find_drafter(run)
         device = choose_device("auto")
@@ -91,7 +92,7 @@ class Bench:
 
     def walk(self, engine: Engine, batch: int, number: int) -> tuple[Walk, dict[str, tuple[int, ...]]]:
         """The same texts for the same number."""
-        num_groups = max(1, WAVES * batch // SAMPLES)
+        num_groups = max(1, self.waves * batch // SAMPLES)
         for group in range(num_groups):
             prompt = self.prompts[(number * num_groups + group) % len(self.prompts)]
             sampling = SamplingParams(
@@ -176,9 +177,10 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--waves", type=int, default=3, help="sequences for each place in the batch, one after another")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    bench = Bench(arguments.run, arguments.new_tokens)
+    bench = Bench(arguments.run, arguments.new_tokens, arguments.waves)
     record = describe_machine(bench.model.device, bench.dtype)
     record |= {"what": "benchmarks/drafter_arms.py", "kind": bench.kind, "prompts": len(bench.prompts), "rows": []}
     for batch in map(int, arguments.batches.split(",")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.config import build_config
 from slipstream.runtime.placement import Need, kv_tokens_in, place, seat, too_small, visible_gpu, worker_bytes
 
 GB = 10**9
@@ -82,3 +83,10 @@ def test_a_cluster_that_is_too_small_is_told_what_is_missing_and_what_to_write()
     assert "free now: 10.0.0.1 has 1 GPU, 4 CPU (of 2 GPU, 4 CPU in all)" in said
     assert "a smaller rollout.workers or train.ranks, or runtime=local" in said
     assert "rollout.threads" in too_small(needs(1, 2, CPU=2), {"10.0.0.1": {"CPU": 2.0}}, {"CPU": 2.0})
+
+
+def test_ray_without_processes_is_refused_with_what_to_write() -> None:
+    tree = {"model": "tiny", "run": {"dir": "x"}, "tasks": {"train": [{"source": "gcd", "size": 4}]}, "runtime": "ray"}
+    with pytest.raises(ValueError, match=r"mode=colocated has none: write mode=sync .* or runtime=local"):
+        build_config(tree)
+    assert build_config(tree | {"mode": "sync"}).runtime == "ray"

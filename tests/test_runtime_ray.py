@@ -14,16 +14,19 @@ import pytest
 pytest.importorskip("ray")
 
 import ray
-import ray.exceptions
 import torch
+from ray.cluster_utils import Cluster
 from ray_works import LIMIT_S, listen, take_weights
-from test_runtime import SETTINGS
-from test_runtime_stream import SYNC
+from test_runtime import SETTINGS, start
+from test_runtime_stream import SYNC, assert_same_run, pid_of, wait_for, write_recipe
 from tiny_models import small_llama
 
-from slipstream.config import Config
+from slipstream.config import Config, load_config
 from slipstream.models.weights import fingerprint, named_weights
+from slipstream.observe.store import RunStore
 from slipstream.runtime import ray_runtime
+from slipstream.runtime.control import ask_for_workers
+from slipstream.runtime.local import run_training
 from slipstream.runtime.processes import Doorbell, PipeClosed
 from slipstream.runtime.ray_actor import Closed, Mailbox, SharedFolder
 from slipstream.runtime.ray_link import RefusedLink, what_became
@@ -273,3 +276,54 @@ def test_a_run_on_ray_that_is_told_to_stop_saves_leaves_nobody_behind_and_goes_o
     said, _ = again.communicate(timeout=600)
     assert again.returncode == 0, said
     assert_same_run(run_dir, local)
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Two nodes on this machine, of two and one CPUs, as others may share a cluster."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_too_small_says_so_at_once_and_one_that_is_not_is_filled(
+    two_nodes: Cluster, one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second worker takes the run's folder for one that it does not see: simulated by a marker that is not there,
+    since both nodes are this machine."""
+    recipe = write_recipe(tmp_path, "run", **SYNC, runtime="ray")
+    with pytest.raises(ValueError, match=r"asks for 4 CPU .*free now: .* has 2 CPU; .* has 1 CPU \(of 3 CPU in all\)"):
+        run_training(load_config(recipe, ["rollout.workers=3", "rollout.threads=1"]), quiet=True)
+    assert not (tmp_path / "run").exists(), "nothing was begun"
+    plain, seen = ray_runtime.RayRuntime._folder_for, dict[str, str]()
+
+    def folder_for(self: ray_runtime.RayRuntime, name: str) -> SharedFolder:
+        folder = plain(self, name)
+        if name != "rollout-1":
+            return folder
+        return SharedFolder(folder.path, folder.path / "no marker", folder.token, folder.weights)
+
+    def close(self: ray_runtime.RayRuntime) -> None:
+        seen.update({link.name: link.where.node_id for link in self._links if link.where is not None})
+        seen["shelf"] = " ".join(path.name for path in (self._folder.elsewhere / "weights").iterdir())
+
+    monkeypatch.setattr(ray_runtime.RayRuntime, "_folder_for", folder_for)
+    monkeypatch.setattr(ray_runtime.RayRuntime, "close", close)
+    assert run_training(load_config(recipe, ["rollout.threads=1"]), quiet=True).reason == "done"
+    assert len({seen["trainer"], seen["rollout-0"], seen["rollout-1"]}) == 2
+    assert "000004.on.000003" in seen["shelf"], "weights came to the other node by Ray's object store"
+    with RunStore(tmp_path / "run", read_only=True) as store:
+        workers = {one.device for one in store.ledger() if one.account == "decode"}
+    assert workers == {"rollout-0", "rollout-1"}

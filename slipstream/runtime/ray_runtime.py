@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# On the run's own cluster actors are no less urgent than processes of runtime=local.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # The pool says it in its own words. Read when ray is imported.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from slipstream.config import build_config
+from slipstream.engine.engine import GRAPH_BYTES
 from slipstream.models.shapes import random_model
-from slipstream.runtime.engines import WORKSPACE_BYTES, engine_around, fit_memory
+from slipstream.runtime.engines import WORKSPACE_BYTES, fit_memory
 from slipstream.runtime.processes import Doorbell, Link, Pipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -42,13 +43,10 @@ def test_keys_and_values_fit_into_a_part_of_the_gpu_or_the_worker_says_what_to_w
     wanted = 256 * 4096
     assert fit_memory(config, model, None).engine.kv_tokens == wanted, "all that it wants, if there is room"
     part = 4 << 30
-    fixed = torch.cuda.memory_allocated() + (4 << 30) + WORKSPACE_BYTES
+    fixed = torch.cuda.memory_allocated() + GRAPH_BYTES + WORKSPACE_BYTES
     fitted = fit_memory(config, model, fixed + part)
     assert fitted.engine.kv_tokens == part // token_bytes < wanted
-    before = torch.cuda.memory_allocated()
-    engine = engine_around(model, fitted, None, torch.device("cuda"))  # type: ignore[arg-type]
-    assert engine is not None and torch.cuda.memory_allocated() - before < part
-    with pytest.raises(ValueError, match="smaller rollout.workers"):
+    with pytest.raises(ValueError, match=r"smaller rollout\.workers"):
         fit_memory(config, model, fixed)
     given = build_config(tree | {"engine": {"kv_tokens": 8192}})
     assert fit_memory(given, model, 0).engine.kv_tokens == 8192, "what the recipe says is done"

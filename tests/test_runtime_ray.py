@@ -235,12 +235,23 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+def wait_for_workers(run_dir: Path, names: set[str]) -> None:
+    """Until they take part; one that is still starting is given longer before it counts as hanging."""
+
+    def joined() -> bool:
+        with RunStore(run_dir, read_only=True) as store:
+            return names <= {event.payload["worker"] for event in store.events() if event.name == "WorkerJoined"}
+
+    until(joined, Doorbell())
+
+
 @pytest.mark.slow
 def test_a_run_on_ray_has_the_weights_of_a_local_one_whoever_is_killed(local: Path, tmp_path: Path) -> None:
     """A third worker joins, one is killed and another hangs while they sample; then the trainer is killed."""
     recipe, run_dir = write_recipe(tmp_path, "run", **SYNC, runtime="ray"), tmp_path / "run"
     run = start(recipe)
     wait_for(run_dir, 0, LIMIT_S * 3)
+    wait_for_workers(run_dir, {"rollout-0", "rollout-1"})
     ask_for_workers(run_dir, 3)
     os.kill(pid_of(run_dir, "rollout-0"), signal.SIGKILL)
     os.kill(pid_of(run_dir, "rollout-1"), signal.SIGSTOP)
@@ -327,3 +338,13 @@ def test_a_cluster_that_is_too_small_says_so_at_once_and_one_that_is_not_is_fill
     with RunStore(tmp_path / "run", read_only=True) as store:
         workers = {one.device for one in store.ledger() if one.account == "decode"}
     assert workers == {"rollout-0", "rollout-1"}
+
+
+@pytest.mark.slow
+def test_ranks_on_ray_meet_over_the_network(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, "run", **SYNC, runtime="ray")
+    changes = ["train.ranks=2", "train.steps=1", "warmup.steps=1", "rollout.workers=1", "eval.before_train=false"]
+    assert run_training(load_config(recipe, changes), quiet=True).reason == "done"
+    assert {"trainer-0.log", "trainer-1.log", "rollout-0.log"} == {
+        path.name for path in (tmp_path / "run" / "logs").iterdir()
+    }

@@ -34,7 +34,6 @@ CONTENTS = (
     "latest",
     "wandb_id",
     PROCESSES_FILE,
-    MARKER_FILE,
     CONTROL_FILE,
 )
 LESSONS_FOLDER = "lessons"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slipstream.runtime.processes import GRACE_S, JOIN_S, Doorbell, Work, log_in_words
@@ -25,7 +25,8 @@ from slipstream.runtime.ray_actor import GROUPS, Closed, Coat, SharedFolder, Whe
 from slipstream.runtime.ray_weights import ParcelPost
 from slipstream.runtime.rollout_messages import Broke, TakeWeights
 
-_ACTOR = ray.remote(concurrency_groups=GROUPS)(Coat)
+_THREADS: dict[str, Any] = {"concurrency_groups": GROUPS}  # which Ray's type hints do not know
+_ACTOR: Any = ray.remote(**_THREADS)(Coat)
 
 
 class RayLink:
@@ -94,7 +95,7 @@ class RayLink:
         log = log_in_words(self.log_file)
         if not self.where.sees_folder:
             log = f"Its log: {self.where.log_file} on {self.where.address}, which does not see the run's folder"
-        return f"{self.name} (process {self.pid} on {self.where.address}) {self._ended or 'goes on'}. {log}"
+        return f"{self.name} (process {self.pid} on {self.where.address}) {self._ended or 'has not ended'}. {log}"
 
     def kill(self) -> None:
         """At once, whatever it does; it is gone when this returns."""
@@ -145,7 +146,10 @@ class RayLink:
                 ray.get(self._actor.tell.remote(messages))
                 if is_last:
                     return
-        except RayActorError:
+        except RayTaskError as error:  # of our own making
+            self._fault = error
+            self._bell.ring()
+        except RayError:
             return  # it is gone, which the other thread sees
         except Exception as error:  # a message that cannot travel: whoever looks next is told
             self._fault = error
@@ -182,7 +186,9 @@ class RayLink:
                     with suppress(RayError):
                         ray.get(living, timeout=GRACE_S)
                     break
-        except RayActorError as error:
+        except RayTaskError as error:  # of our own making
+            self._fault = error
+        except RayError as error:
             self._ended = self._ended or what_became(str(error))
         except Exception as error:
             self._fault = error

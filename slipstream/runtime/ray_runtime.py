@@ -12,7 +12,7 @@ import shutil
 import signal
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ OWN_ROOM = "slipstream"
 """What processes count as on the run's own cluster."""
 ROOM = 10_000.0
 PLACING_S = 60.0
-"""For a placement group that there was room for a moment ago."""
+"""For a placement group that there was room for a moment ago, and for a node to answer."""
 
 
 class RayRuntime:
@@ -86,12 +86,12 @@ class RayRuntime:
         """At the first rank's node, which the others may have to reach over the network."""
         if self._config.train.ranks == 1:
             return ""
-        address, port = ray.get(_on_node(self._nodes()[0], _free_port).remote())
+        address, port = _call_on(self._nodes()[0], _free_port)
         return f"tcp://{address}:{port}"
 
     def check_trainers_see_folder(self) -> None:
         for node in sorted(set(self._nodes()[: self._config.train.ranks])):
-            if not ray.get(_on_node(node, _sees).remote(self._folder)):
+            if not _call_on(node, _sees, self._folder):
                 raise ValueError(
                     f"the trainer's place is on node {_address_of(node)}, which does not see {self._folder.path}: "
                     "write a run.dir on a file system that all machines share, or start the run on a machine with room "
@@ -104,7 +104,7 @@ class RayRuntime:
         for node in blind:
             with suppress(RayError):
                 there = self._folder.elsewhere / self._folder.weights.name
-                ray.get(_on_node(node, shutil.rmtree).remote(there, ignore_errors=True), timeout=PLACING_S)
+                _call_on(node, shutil.rmtree, there, True)
 
     def _folder_for(self, name: str) -> SharedFolder:
         return self._folder
@@ -155,6 +155,7 @@ def resources_of(num_threads: int, *, has_gpus: bool, is_own: bool) -> tuple[tup
 def free_room() -> dict[str, dict[str, float]]:
     """By the address of a node, this one first."""
     mine = ray.get_runtime_context().get_node_id()
+    # Ray tells this by node only here; `ray status` asks the same.
     available = ray._private.state.available_resources_per_node()
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != mine)
     return {f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}": available.get(node["NodeID"], {}) for node in nodes}
@@ -243,9 +244,12 @@ def _marked(run_dir: Path) -> Iterator[SharedFolder]:
         marker.unlink(missing_ok=True)
 
 
-def _on_node(node_id: str, function: Any) -> Any:
+def _call_on(node_id: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    if node_id == ray.get_runtime_context().get_node_id():
+        return function(*arguments)
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.remote(num_cpus=0)(function).options(scheduling_strategy=there)
+    call = ray.remote(num_cpus=0)(function).options(scheduling_strategy=there)
+    return ray.get(call.remote(*arguments), timeout=PLACING_S)
 
 
 def _sees(folder: SharedFolder) -> bool:

@@ -192,7 +192,7 @@ def test_a_worker_that_comes_later_has_its_own_place_or_says_that_there_is_none(
     link.send("hello")
     assert stage.heard(link) == ["hello"]
     link.close()
-    monkeypatch.setattr(ray_runtime, "free_room", lambda: {"10.0.0.1": {ray_runtime.OWN_ROOM: 0.0}})
+    monkeypatch.setattr(ray_runtime, "room", lambda which: {"10.0.0.1": {ray_runtime.OWN_ROOM: 0.0}})
     refused = stage.start("rollout-10", listen)
     (broke,) = refused.receive()
     assert refused.is_gone and "too small: this run asks for 1 slipstream (rollout-10" in broke.reason

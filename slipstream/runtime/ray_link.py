@@ -130,12 +130,13 @@ class RayLink:
     def _end(self) -> None:
         self._gone.set()
         self._started.set()
+        self._outbox.put(None)  # nothing is to wait for
         self._bell.ring()
 
     def _send_all(self) -> None:
         self._started.wait()
         try:
-            while not self.is_gone:
+            while not self.is_gone and self.where is not None:
                 batch = [self._outbox.get()]
                 with suppress(queue.Empty):
                     while True:

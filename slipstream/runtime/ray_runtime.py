@@ -11,11 +11,12 @@ import os
 import shutil
 import signal
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # On the run's own cluster actors are no less urgent than processes of runtime=local.
@@ -41,6 +42,8 @@ from slipstream.runtime.runtimes import Born, Runtime
 OWN_ROOM = "slipstream"
 """What processes count as on the run's own cluster."""
 ROOM = 10_000.0
+LEAVING_S = 10.0
+"""Until what a process had that is gone counts as free."""
 PLACING_S = 60.0
 """For a placement group that there was room for a moment ago, and for a node to answer."""
 
@@ -51,6 +54,8 @@ class RayRuntime:
         self._bundles = {need.name: (number, need) for number, need in enumerate(needs)}
         self._post = ParcelPost(folder.weights)
         self._links: list[RayLink] = []
+        self._late: set[str] = set()
+        """Workers that came later, and found room."""
 
     def start(
         self, name: str, log_file: Path, num_threads: int, work: Work, *arguments: Any, bell: Doorbell, born: Born
@@ -58,9 +63,10 @@ class RayRuntime:
         number, need = self._bundles.get(name, (None, None))
         if number is None or need is None:
             need = Need(name, self._bundles[worker_name(0)][1].resources)
-            free = free_room()
-            if seat([need], free) is None:
+            free = room("free")
+            if name not in self._late and seat([need], free) is None:
                 return RefusedLink(name, too_small([need], free, ray.cluster_resources()), bell)
+            self._late.add(name)  # if it is lost, one in its place waits for what it leaves
             options = _options(need)
         else:
             options = _options(need) | {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, number)}
@@ -133,13 +139,11 @@ def on_ray(config: Config, trainer_threads: int, worker_threads: int) -> Iterato
         threads |= {worker_name(number): worker_threads for number in range(num_workers)}
         has_gpus = config.device != "cpu" and ray.cluster_resources().get("GPU", 0.0) > 0
         needs = [Need(name, resources_of(num, has_gpus=has_gpus, is_own=is_own)) for name, num in threads.items()]
-        free = free_room()
-        if seat(needs, free) is None:
-            raise ValueError(too_small(needs, free, ray.cluster_resources()))
+        free = _room_for(needs)
         group = placement_group(_bundles(needs, num_ranks, free), strategy="PACK")
         stack.callback(remove_placement_group, group)
         if not group.wait(PLACING_S):
-            raise ValueError(f"{too_small(needs, free_room(), ray.cluster_resources())} (others took it meanwhile)")
+            raise ValueError(f"{too_small(needs, room('free'), ray.cluster_resources())} (others took it meanwhile)")
         runtime = RayRuntime(config, needs, group, stack.enter_context(_marked(config.run.dir.absolute())))
         stack.callback(runtime.close)
         runtime.check_trainers_see_folder()
@@ -152,13 +156,25 @@ def resources_of(num_threads: int, *, has_gpus: bool, is_own: bool) -> tuple[tup
     return ((OWN_ROOM, 1.0),) if is_own else (("CPU", float(num_threads)),)
 
 
-def free_room() -> dict[str, dict[str, float]]:
+def room(which: Literal["free", "all"]) -> dict[str, dict[str, float]]:
     """By the address of a node, this one first."""
     mine = ray.get_runtime_context().get_node_id()
-    # Ray tells this by node only here; `ray status` asks the same.
-    available = ray._private.state.available_resources_per_node()
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != mine)
-    return {f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}": available.get(node["NodeID"], {}) for node in nodes}
+    found = {node["NodeID"]: node["Resources"] for node in nodes}
+    if which == "free":  # which Ray tells by node only here
+        found = ray._private.state.available_resources_per_node()
+    return {f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}": found.get(node["NodeID"], {}) for node in nodes}
+
+
+def _room_for(needs: list[Need]) -> dict[str, dict[str, float]]:
+    """What is free, once they fit into it. Not at once if somebody has just left: what they had is free a little later.
+    ValueError if they do not fit."""
+    until_s = time.monotonic() + LEAVING_S
+    while seat(needs, free := room("free")) is None:
+        if seat(needs, room("all")) is None or time.monotonic() > until_s:
+            raise ValueError(too_small(needs, free, ray.cluster_resources()))
+        time.sleep(0.5)
+    return free
 
 
 def _bundles(needs: list[Need], num_ranks: int, free: dict[str, dict[str, float]]) -> list[dict[str, float]]:

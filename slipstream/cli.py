@@ -44,6 +44,9 @@ def train(
 
     Any setting of the recipe can be given as key=value or --key value, for example:
     slipstream train recipes/quickstart.yaml train.steps=20 seed=3 run.dir=runs/mine
+
+    With mode=sync, async or rhyme, rollout.workers processes sample beside train.ranks that train: on this machine, a
+    GPU each while there are enough, or with runtime=ray as actors on the Ray cluster of RAY_ADDRESS, or on its own.
     """
     from slipstream.config import collect_overrides, dump_config, load_config
 

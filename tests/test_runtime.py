@@ -61,9 +61,9 @@ def write_recipe(folder: Path, name: str, **run: Any) -> Path:
     return recipe
 
 
-def start(recipe: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(recipe: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "slipstream.cli", "train", str(recipe), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
 def measured(run_dir: Path) -> list[dict[str, float]]:

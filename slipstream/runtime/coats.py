@@ -18,7 +18,7 @@ from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.precision import resolve_precision, use_batch_invariant_products
 from slipstream.models.weights import cast_weights
 from slipstream.runtime.drafting import remembers, settle_source
-from slipstream.runtime.engines import choose_device, engine_around
+from slipstream.runtime.engines import choose_device, engine_around, fit_memory
 from slipstream.runtime.folder import REFERENCE_FOLDER
 from slipstream.runtime.processes import Pipe, PipeClosed
 from slipstream.runtime.rollout_messages import Broke, Here
@@ -34,8 +34,11 @@ WAIT_S = 3600.0
 """A trainer with nothing to do; whatever is said ends the wait."""
 
 
-def sample_in_process(pipe: Pipe, config: Config, weights_folder: Path, name: str) -> None:
-    """The recipe's model tells the shape; weights come from `weights_folder`."""
+def sample_in_process(
+    pipe: Pipe, config: Config, weights_folder: Path, name: str, most_bytes: int | None = None
+) -> None:
+    """The recipe's model tells the shape; weights come from `weights_folder`. `most_bytes`: that it may take of a GPU
+    which it shares; None: what is free."""
 
     def work() -> None:
         device = choose_device(config.device)
@@ -45,7 +48,8 @@ def sample_in_process(pipe: Pipe, config: Config, weights_folder: Path, name: st
         cast_weights(model, resolve_precision(config.engine.dtype, device))
         past = PastTexts()
         remembered = past.of_prompt if remembers(settle_source(config, device)) else None
-        engine = engine_around(model, config, load_tokenizer(config.model), device, remembered)
+        fitted = fit_memory(config, model, most_bytes)
+        engine = engine_around(model, fitted, load_tokenizer(config.model), device, remembered)
         slots = config.engine.max_sequences
         points = speed_points(engine, slots, config.max_length)
         worker = RolloutWorker(engine, Receiver(weights_folder, name), past, pipe.say)

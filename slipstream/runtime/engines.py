@@ -10,10 +10,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from slipstream.config import Config
 from slipstream.draft.history import Past
 from slipstream.draft.selector import Selector
-from slipstream.engine.engine import Engine
+from slipstream.engine.engine import GRAPH_BYTES, PAGE_TOKENS, Engine
 from slipstream.models.precision import resolve_precision
 from slipstream.models.weights import cast_weights
 from slipstream.runtime.drafting import build_drafter, settle_source
+from slipstream.runtime.placement import USABLE, kv_tokens_in
+
+WORKSPACE_BYTES = 1 << 30
+"""Of a process on a GPU, beside weights, keys and values and graphs."""
 
 
 def build_engine(
@@ -53,6 +57,24 @@ def engine_around(
         policy=(selector or Selector()) if drafts else None,
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)),
     )
+
+
+def fit_memory(config: Config, model: PreTrainedModel, most_bytes: int | None) -> Config:
+    """With room for as many keys and values as a process may take that has nothing but this model on its GPU yet.
+    `most_bytes`: of the GPU, in all; None: what is free. A recipe that says how many it wants gets them."""
+    device = next(model.parameters()).device
+    if device.type != "cuda" or config.engine.kv_tokens is not None:
+        return config
+    torch.cuda.empty_cache()  # of weights in the format they were loaded in
+    taken, free = torch.cuda.memory_allocated(device), USABLE * torch.cuda.mem_get_info(device)[0]
+    room = free if most_bytes is None else min(free, most_bytes - taken)
+    text = model.config.get_text_config()
+    num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token_bytes = 2 * text.num_hidden_layers * num_heads * head_size * model.dtype.itemsize
+    wanted = config.engine.max_sequences * -(-config.max_length // PAGE_TOKENS) * PAGE_TOKENS
+    kv_tokens = kv_tokens_in(room - GRAPH_BYTES - WORKSPACE_BYTES, token_bytes, wanted, config.max_length)
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"kv_tokens": kv_tokens})})
 
 
 def choose_device(setting: str) -> torch.device:

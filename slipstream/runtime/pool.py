@@ -19,6 +19,7 @@ from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
 from slipstream.engine.strategy import DraftCounts
 from slipstream.observe.ledger import Ledger, split_decoding
+from slipstream.runtime.placement import worker_name
 from slipstream.runtime.rollout_messages import (
     Beat,
     Broke,
@@ -181,7 +182,7 @@ class Pool:
             self._workers[name].is_leaving = True
             self._workers[name].link.send(Leave())
         for _ in range(num_workers - len(staying)):
-            self._start_worker(f"rollout-{next(self._numbers)}")
+            self._start_worker(worker_name(next(self._numbers)))
 
     @property
     def num_workers(self) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 PRELOADED = ["slipstream.runtime.coats"]
 LAST_LINES = 5
@@ -82,16 +82,24 @@ class Doorbell:
 
 class Link:
     def __init__(
-        self, name: str, log_file: Path, num_threads: int, work: Work, *arguments: Any, bell: Doorbell
+        self,
+        name: str,
+        log_file: Path,
+        num_threads: int,
+        work: Work,
+        *arguments: Any,
+        bell: Doorbell,
+        gpu: str | None = None,
     ) -> None:
-        """`bell`: is rung when it has said something, and when it is gone."""
+        """`bell`: is rung when it has said something, and when it is gone. `gpu`: the only one that it sees, as
+        CUDA_VISIBLE_DEVICES names it; None: all that this process does."""
         self.name, self.log_file, self._bell = name, log_file, bell
         log_file.parent.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_live, args=(theirs, log_file, num_threads, work, arguments), name=name, daemon=True
+            target=_live, args=(theirs, log_file, num_threads, gpu, work, arguments), name=name, daemon=True
         )
         self._process.start()
         theirs.close()
@@ -131,12 +139,7 @@ class Link:
         """For an error: what became of it, its log file, and the end of that."""
         code = self._process.exitcode
         ended = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
-        try:
-            lines = self.log_file.read_text(errors="replace").splitlines()[-LAST_LINES:]
-        except OSError as error:
-            lines = [f"(it cannot be read: {error})"]
-        words = "; its last lines:\n" + "\n".join(lines) if lines else ", which is empty"
-        return f"{self.name} (process {self.pid}) {ended}. Its log: {self.log_file}{words}"
+        return f"{self.name} (process {self.pid}) {ended}. {log_in_words(self.log_file)}"
 
     def kill(self) -> None:
         """At once, whatever it does; it is gone when this returns."""
@@ -180,17 +183,23 @@ class Link:
         self._bell.ring()
 
 
-def _live(connection: Connection, log_file: Path, num_threads: int, work: Work, arguments: tuple[Any, ...]) -> None:
+def _live(
+    connection: Connection,
+    log_file: Path,
+    num_threads: int,
+    gpu: str | None,
+    work: Work,
+    arguments: tuple[Any, ...],
+) -> None:
     """The whole life of the process."""
+    if gpu is not None:  # torch is imported by now, but has not looked at GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     # Ctrl-C and what batch systems send, to the group or to every process, are the parent's to hear.
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with log_file.open("a", buffering=1) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        sys.stdout = sys.stderr = log
-        faulthandler.enable(log)
+        print_into(log)
         import torch
 
         torch.set_num_threads(num_threads)
@@ -198,6 +207,24 @@ def _live(connection: Connection, log_file: Path, num_threads: int, work: Work, 
             work(Pipe(connection), *arguments)
         except PipeClosed:
             return
+
+
+def print_into(log: TextIO) -> None:
+    """All that this process prints, its libraries and its last words included."""
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+    faulthandler.enable(log)
+
+
+def log_in_words(log_file: Path) -> str:
+    """Which it is, and its end."""
+    try:
+        lines = log_file.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    except OSError as error:
+        lines = [f"(it cannot be read: {error})"]
+    words = "; its last lines:\n" + "\n".join(lines) if lines else ", which is empty"
+    return f"Its log: {log_file}{words}"
 
 
 def _end_with_parent() -> None:

@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.config import Config
@@ -29,9 +28,11 @@ from slipstream.observe.store import RunStore
 from slipstream.runtime.coats import sample_in_process, train_in_process
 from slipstream.runtime.driver import drive
 from slipstream.runtime.folder import LOGS_FOLDER, PROCESSES_FILE, WEIGHTS_FOLDER
-from slipstream.runtime.pool import Pool
-from slipstream.runtime.processes import Doorbell, Link
+from slipstream.runtime.placement import trainer_name
+from slipstream.runtime.pool import Pool, WorkerLink
+from slipstream.runtime.processes import Doorbell
 from slipstream.runtime.rollouts import OpenGroups
+from slipstream.runtime.runtimes import Runtime, trainer_threads, worker_threads
 from slipstream.runtime.stream_world import StreamWorld
 from slipstream.schedule.events import Action, Event, Item, RunBegan, StepTrained, to_record
 from slipstream.schedule.pipeline import Pipeline
@@ -39,15 +40,15 @@ from slipstream.schedule.rules import MODES
 from slipstream.tasks.grading import Grader
 from slipstream.types import Prompt
 
-RUNTIMES: dict[str, Callable[..., Link]] = {"local": Link}
-"""By the recipe's runtime: how a process is started."""
-
 
 @dataclass(frozen=True, slots=True)
 class StreamParts:
     """What a run has by the time its processes start."""
 
     config: Config
+    runtime: Runtime
+    """Where they run."""
+    num_parameters: int
     checkpoint: Path
     """Where the trainer begins."""
     grader: Grader
@@ -71,7 +72,7 @@ def stream(
     on_trained: Callable[[int], None],
 ) -> str:
     """Run until there is nothing left to do; the reason why it ended. `row`: metrics of the step it begins with."""
-    config, run_dir = parts.config, parts.config.run.dir
+    config, runtime, run_dir = parts.config, parts.runtime, parts.config.run.dir
     weights_folder = run_dir / WEIGHTS_FOLDER
     shutil.rmtree(weights_folder, ignore_errors=True)  # of a run that was cut off: versions are numbered anew
     step = first.step
@@ -90,30 +91,30 @@ def stream(
 
     with ExitStack() as stack:
         ledger, bell = Ledger(), Doorbell()
-        pids = {"driver": os.getpid()}
+        pids, pids_lock = {"driver": os.getpid()}, Lock()
 
-        def start(name: str, *arguments: Any) -> Link:
-            """Its number is written down, for whoever looks after the run."""
-            link = RUNTIMES[config.runtime](name, *arguments, bell=bell)
-            pids[name] = link.pid
-            partial = run_dir / f".tmp-{PROCESSES_FILE}"
-            partial.write_text(json.dumps(pids))
-            os.replace(partial, run_dir / PROCESSES_FILE)
-            return link
+        def write_down(name: str, pid: int) -> None:
+            """For whoever looks after the run."""
+            with pids_lock:
+                pids[name] = pid
+                partial = run_dir / f".tmp-{PROCESSES_FILE}"
+                partial.write_text(json.dumps(pids))
+                os.replace(partial, run_dir / PROCESSES_FILE)
 
-        def start_worker(name: str) -> Link:
+        def start(name: str, num_threads: int, *work: Any) -> WorkerLink:
             log_file = run_dir / LOGS_FOLDER / f"{name}.log"
-            return start(name, log_file, worker_threads(config), sample_in_process, config, weights_folder, name)
+            return runtime.start(name, log_file, num_threads, *work, bell=bell, born=write_down)
 
-        # How many threads it has is part of what a sum on a CPU comes out as: as many as this process would train with.
-        num_threads = max(1, torch.get_num_threads() // config.train.ranks)
-        rendezvous = f"file://{stack.enter_context(TemporaryDirectory())}/ranks"
+        def start_worker(name: str) -> WorkerLink:
+            most_bytes = runtime.worker_bytes(name, parts.num_parameters)
+            return start(name, worker_threads(config), sample_in_process, config, weights_folder, name, most_bytes)
+
+        rendezvous = runtime.rendezvous()
         trainers = []
         for rank in range(config.train.ranks):
-            name = "trainer" if config.train.ranks == 1 else f"trainer-{rank}"
-            log_file = run_dir / LOGS_FOLDER / f"{name}.log"
+            name = trainer_name(rank, config.train.ranks)
             work = (train_in_process, config, parts.checkpoint, weights_folder, rank, rendezvous)
-            trainers.append(start(name, log_file, num_threads, *work))
+            trainers.append(start(name, trainer_threads(config), *work))
             stack.callback(trainers[-1].close)
             ledger.arrive(name, time.monotonic(), rest="rollout wait")
         pool = Pool(
@@ -146,7 +147,3 @@ def stream(
         )
         stack.callback(world.close)
         return drive(Pipeline(config), world, first, time.time, write_events)
-
-
-def worker_threads(config: Config) -> int:
-    return config.rollout.threads or max(1, len(os.sched_getaffinity(0)) // config.rollout.workers)

@@ -13,12 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
-import sqlite3
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,25 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from drills import KINDS, RECIPE, Run, strike, wait_for_step, warm_start
 
-KINDS = ("worker killed", "worker hangs", "grader killed", "trainer killed", "run killed")
 STEPS = 6
-WORDS = {"wording": "terse", "min_length": 3, "max_length": 4, "max_value": 9}
-RECIPE: dict[str, Any] = {
-    "model": "tiny",
-    "mode": "sync",
-    "rollout": {"workers": 2, "silence_s": 5},
-    "tasks": {
-        "train": [{"source": "sorting", "size": 400, "seed": 1, "params": WORDS}],
-        "eval": {"heldout": {"source": "sorting", "size": 8, "seed": 2, "params": WORDS}},
-    },
-    "warmup": {"steps": 30, "sequences_per_step": 16, "lr": 4e-3},
-    "sampling": {"max_new_tokens": 96},
-    "engine": {"max_sequences": 32, "max_prompt_tokens": 32},
-    "train": {"steps": STEPS, "prompts_per_step": 8, "samples_per_prompt": 8, "lr": 4e-4, "deterministic": True},
-    "eval": {"every": 0},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,104 +47,41 @@ class Drill:
         return not self.same_weights or self.num_lost + self.num_twice + self.num_changed > 0
 
 
-class Run:
-    """One in a folder of its own."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.dir = folder / name
-        self.recipe = folder / f"{name}.yaml"
-        self.recipe.write_text(yaml.safe_dump(RECIPE | {"run": {"dir": str(self.dir), "save_every": 2}}))
-        self.log = (folder / f"{name}.log").open("a")
-
-    def start(self, *options: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "slipstream.cli", "train", str(self.recipe), *options]
-        return subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
-
-    def recorded(self) -> int:
-        """The last step, or -1."""
-        file = self.dir / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return max((json.loads(line)["step"] for line in lines), default=-1)
-
-    def pids(self, kind: str) -> list[int]:
-        """Of the processes that a fault of this kind may hit."""
-        pids = json.loads((self.dir / "processes.json").read_text())
-        if kind.startswith("worker"):
-            return [pid for name, pid in pids.items() if name.startswith("rollout-")]
-        if kind == "grader killed":
-            return [pid for pid in children_of(pids["driver"]) if "spawn_main" in command_of(pid)]
-        return [pids["trainer" if kind == "trainer killed" else "driver"]]
-
-    def weights(self) -> bytes:
-        return (self.dir / "checkpoints" / f"step_{STEPS}" / "model.safetensors").read_bytes()
-
-    def rollouts(self) -> list[tuple[Any, ...]]:
-        with sqlite3.connect(self.dir / "run.db") as connection:
-            return connection.execute("SELECT uid, token_ids, logprobs, reward FROM rollouts ORDER BY uid").fetchall()
-
-    def recovered_s(self, kind: str, since_s: float, step: int) -> float:
-        """When what the fault interrupted was there again."""
-        name = {"worker": "WorkerJoined", "grader": "GroupScored"}.get(kind.split()[0], "StepTrained")
-        with sqlite3.connect(self.dir / "run.db") as connection:
-            rows = connection.execute("SELECT at_s, payload FROM events WHERE name = ? ORDER BY id", (name,)).fetchall()
-        for at_s, payload in rows:
-            if at_s > since_s and (name != "StepTrained" or json.loads(payload)["step"] > step):
-                return float(at_s)
-        return float("nan")  # the run ended before it was needed again
-
-
-def children_of(pid: int) -> list[int]:
-    return [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdecimal() and stat_of(entry).rpartition(")")[2].split()[1:2] == [str(pid)]
-    ]
-
-
-def stat_of(entry: Path) -> str:
-    try:
-        return (entry / "stat").read_text()
-    except OSError:
-        return ""  # it has ended meanwhile
-
-
-def command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
-
-
-def drill(folder: Path, number: int, kind: str, chance: random.Random, step_s: float, undisturbed: Run) -> Drill:
-    run, started_s = Run(folder, f"drill-{number}"), time.time()
+def drill(
+    folder: Path, number: int, kind: str, chance: random.Random, step_s: float, undisturbed: Run, model: Path
+) -> Drill:
+    run, started_s = Run(folder, f"drill-{number}", begin_with(model)), time.time()
     process = run.start()
     after_step, wait_s = chance.randrange(STEPS - 1), chance.random() * step_s
-    while run.recorded() < after_step:
-        if process.poll() is not None:
-            raise RuntimeError(f"the run ended by itself; see {run.log.name}")
-        time.sleep(0.02)
+    wait_for_step(run, process, after_step)
     time.sleep(wait_s)
-    victims = run.pids(kind)
-    step, fault_s = run.recorded(), time.time()
-    os.kill(chance.choice(victims), signal.SIGSTOP if kind == "worker hangs" else signal.SIGKILL)
+    fault = strike(run, process, kind, chance)
     if kind == "run killed":
-        process.wait()
         process = run.start("--resume")
     if process.wait(timeout=600) != 0:
         raise RuntimeError(f"{kind} after step {after_step} ended the run; see {run.log.name}")
-    wanted, found = undisturbed.rollouts(), run.rollouts()
-    uids, found_uids = {row[0] for row in wanted}, [row[0] for row in found]
+    recovered_s = run.recovered_s(fault)  # None: the run ended before it was needed again
+    wanted, found = set(undisturbed.rollouts()), run.rollouts()
+    num_lost, num_twice = run.astray(STEPS)
     return Drill(
         kind=kind,
         after_step=after_step,
         wait_s=round(wait_s, 2),
-        recovery_s=round(run.recovered_s(kind, fault_s, step) - fault_s, 2),
+        recovery_s=round((recovered_s or float("nan")) - fault.at_s, 2),
         run_s=round(time.time() - started_s, 1),
-        same_weights=run.weights() == undisturbed.weights(),
-        num_lost=len(uids - set(found_uids)),
-        num_twice=len(found_uids) - len(set(found_uids)),
-        num_changed=sum(row not in set(wanted) for row in found),
+        same_weights=weights(run) == weights(undisturbed),
+        num_lost=num_lost,
+        num_twice=num_twice,
+        num_changed=sum(row not in wanted for row in found),
     )
+
+
+def begin_with(model: Path) -> dict[str, Any]:
+    return {"model": str(model), "train": RECIPE["train"] | {"steps": STEPS}}
+
+
+def weights(run: Run) -> bytes:
+    return (run.dir / "checkpoints" / f"step_{STEPS}" / "model.safetensors").read_bytes()
 
 
 def main() -> None:
@@ -178,7 +95,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        undisturbed = Run(folder, "undisturbed")
+        model = warm_start(folder)
+        undisturbed = Run(folder, "undisturbed", begin_with(model))
         started_s = time.time()
         if undisturbed.start("--overwrite").wait() != 0:
             raise RuntimeError(f"the undisturbed run failed; see {undisturbed.log.name}")
@@ -187,7 +105,7 @@ def main() -> None:
         step_s = statistics.median(row["timing_s/step"] for row in rows if "timing_s/step" in row)
         drills = []
         for number in range(options.drills):
-            drills.append(drill(folder, number, KINDS[number % len(KINDS)], chance, step_s, undisturbed))
+            drills.append(drill(folder, number, KINDS[number % len(KINDS)], chance, step_s, undisturbed, model))
             print(drills[-1], file=sys.stderr, flush=True)
     recovery = {kind: [one.recovery_s for one in drills if one.kind == kind] for kind in KINDS}
     result = {

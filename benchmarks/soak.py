@@ -21,7 +21,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -133,21 +132,21 @@ class Soak:
         """(seconds since the start, steps recorded)."""
 
     def go_through(self) -> None:
-        process = self._run.start("--overwrite")
+        self._process = self._run.start("--overwrite")
         try:
-            wait_for_step(self._run, process, 1)
-            process = self._strike_until_the_end(process)
-            process.send_signal(signal.SIGINT)
-            if process.wait(timeout=STOP_S) != 130:
+            wait_for_step(self._run, self._process, 1)
+            self._strike_until_the_end()
+            self._process.send_signal(signal.SIGINT)
+            if self._process.wait(timeout=STOP_S) != 130:
                 raise RuntimeError(f"the run could not be stopped; see {self._run.log.name}")
         finally:
-            if process.poll() is None:
-                process.kill()
+            if self._process.poll() is None:
+                self._process.kill()  # its processes end with it
 
-    def _strike_until_the_end(self, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+    def _strike_until_the_end(self) -> None:
         looked_s, next_s = -self._sample_s, self.watch.now_s() + self._every_s
         while (now_s := self.watch.now_s()) < self._limit_s or self._waits():
-            if process.poll() is not None:
+            if self._process.poll() is not None:
                 raise RuntimeError(f"the run ended by itself; see {self._run.log.name}")
             if now_s - looked_s >= self._sample_s:
                 looked_s = now_s
@@ -157,11 +156,10 @@ class Soak:
             if now_s >= next_s and not self._waits() and now_s < self._limit_s - self._every_s / 2:
                 next_s = now_s + self._every_s + self._chance.uniform(-2, 2)  # at any moment of a step
                 kind = KINDS[len(self.struck) % len(KINDS)]
-                self.struck.append(Struck(strike(self._run, process, kind, self._chance), round(now_s, 1)))
+                self.struck.append(Struck(strike(self._run, self._process, kind, self._chance), round(now_s, 1)))
                 if kind == "run killed":
-                    process = self._run.start("--resume")
+                    self._process = self._run.start("--resume")
             time.sleep(TICK_S)
-        return process
 
     def _waits(self) -> bool:
         """For recovery from the last fault."""
@@ -317,6 +315,7 @@ def main() -> None:
     run = Run(options.folder, "soak", changes, save_every=5)
     soak = Soak(run, options.minutes, options.every, options.sample, random.Random(options.seed))
     failure = None
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and end the run
     try:
         soak.go_through()
     except RuntimeError as error:

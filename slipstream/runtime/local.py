@@ -31,6 +31,7 @@ from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
 from slipstream.runtime.control import CONTROL_FILE
+from slipstream.runtime.crew import TrainerLost
 from slipstream.runtime.drafters import SavedDrafter
 from slipstream.runtime.drafting import (
     STRATEGIES,
@@ -48,10 +49,10 @@ from slipstream.runtime.driver import drive
 from slipstream.runtime.engines import build_engine, choose_device
 from slipstream.runtime.evaluation import Interrupted
 from slipstream.runtime.folder import REFERENCE_FOLDER, RunFolder
+from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.pool import WorkerBroke
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.runtime.stopping import StopFlag, stop_on_signals
-from slipstream.runtime.stream_world import TrainerLost
 from slipstream.runtime.streaming import StreamParts, stream
 from slipstream.runtime.warmup import warm_up
 from slipstream.runtime.world import LocalWorld
@@ -81,11 +82,11 @@ def run_training(
     config: Config, *, resume: bool | Path = False, overwrite: bool = False, quiet: bool = False
 ) -> Outcome:
     """Train to the end of the recipe, from the start or from a checkpoint. ValueError for what the user can fix."""
-    losses, flag = 0, StopFlag()
+    losses, flag, lost = 0, StopFlag(), None
     while True:
         before = latest_checkpoint(config.run.dir)
         try:
-            return _train_once(config, flag, resume=resume, overwrite=overwrite, quiet=quiet, again=losses > 0)
+            return _train_once(config, flag, resume=resume, overwrite=overwrite, quiet=quiet, lost=lost)
         except TrainerLost as loss:
             after = latest_checkpoint(config.run.dir)
             losses = losses + 1 if after == before else 1
@@ -95,13 +96,13 @@ def run_training(
                 return Outcome(flag.reason, config.run.dir, int(after.name.removeprefix("step_")))
             if not quiet:
                 print(f"{loss}\nthe run goes on from {after}", flush=True)
-            resume, overwrite = True, False
+            resume, overwrite, lost = True, False, Kept(loss.under_way)
 
 
 def _train_once(
-    config: Config, flag: StopFlag, *, resume: bool | Path, overwrite: bool, quiet: bool, again: bool
+    config: Config, flag: StopFlag, *, resume: bool | Path, overwrite: bool, quiet: bool, lost: Kept | None
 ) -> Outcome:
-    """`again`: after the trainer was lost, not because somebody asked."""
+    """`lost`: it goes on because the trainer was lost, not because somebody asked, and this was under way."""
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.opened(config.run.dir))
         console = stack.enter_context(Console(config.train.steps, quiet=quiet))
@@ -131,11 +132,15 @@ def _train_once(
         )
         check_warm_history(config)
         warm = warm_drafter(config, model.config) if checkpoint is None else None
+        kept = Kept()
+        if checkpoint is not None and config.mode != "colocated":
+            is_latest = checkpoint.path == latest_checkpoint(folder.path)
+            kept = recall(folder.path, checkpoint.path, checkpoint.step, is_latest, config, lost or kept)
         # From here on the folder changes: everything that the user can get wrong has been looked at.
         folder.begin(recipe, checkpoint, overwrite)
         store = stack.enter_context(RunStore(folder.path))
         log = stack.enter_context(MetricLog(folder.path, config.run.loggers, config.model_dump(mode="json")))
-        if not again:
+        if lost is None:
             (folder.path / CONTROL_FILE).unlink(missing_ok=True)  # what an earlier run was asked for
         stack.enter_context(stop_on_signals(flag))
         run = _Run(config, tokenizer, model, trainer, store, log, console, flag)
@@ -149,7 +154,7 @@ def _train_once(
         if remembers(config):
             history = stack.enter_context(open_history(config, folder.path, run.step))
         if config.mode != "colocated":
-            reason = run.stream(checkpoint, history, grader, prompts, eval_sets, stop_ids)
+            reason = run.stream(checkpoint, kept, history, grader, prompts, eval_sets, stop_ids)
             return Outcome(reason, folder.path, run.step)
         past = None if history is None else partial(past_texts, history)
         engine = build_engine(config, model, tokenizer, device, past, run.selector)
@@ -307,6 +312,7 @@ class _Run:
     def stream(
         self,
         checkpoint: Checkpoint | None,
+        kept: Kept,
         history: HistoryStore | None,
         grader: Grader,
         prompts: Sequence[Prompt],
@@ -314,6 +320,8 @@ class _Run:
         stop_ids: tuple[int, ...],
     ) -> str:
         """As `loop`, with processes that sample and one that trains."""
+        if kept:
+            self.console.note(f"{len(kept)} rollouts that were sampled after the checkpoint's last step are used")
         parts = StreamParts(
             config=self.config,
             checkpoint=self.hand_over(checkpoint),
@@ -327,6 +335,7 @@ class _Run:
             log=self.log,
             console=self.console,
             kept_state={"warmup_done": self.warmup_done},
+            kept=kept,
         )
 
         def on_trained(step: int) -> None:

@@ -4,15 +4,20 @@ be done to its processes. `faults.py` and `soak.py` say when, and look at what i
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
+import re
+import resource
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +26,17 @@ import yaml
 
 from slipstream.train.checkpoint import latest_checkpoint
 
-KINDS = ("worker killed", "worker hangs", "grader killed", "trainer killed", "run killed")
+SLOW_S = 10.0
+FULL_BYTES = 64 * 1024
+"""A file may have so many where the disk is as good as full: a log fits, weights do not."""
+PIDFD_GETFD = 438
+"""The number of this system call, on every machine."""
 START_S = 600.0
 WORDS = {"wording": "terse", "min_length": 3, "max_length": 4, "max_value": 9}
 RECIPE: dict[str, Any] = {
     "model": "tiny",
     "mode": "sync",
-    "rollout": {"workers": 2, "threads": 1, "silence_s": 5},
+    "rollout": {"workers": 2, "threads": 1, "silence_s": 10},
     "tasks": {
         "train": [{"source": "sorting", "size": 400, "seed": 1, "params": WORDS}],
         "eval": {"heldout": {"source": "sorting", "size": 8, "seed": 2, "params": WORDS}},
@@ -35,7 +44,14 @@ RECIPE: dict[str, Any] = {
     "sampling": {"max_new_tokens": 96},
     "engine": {"max_sequences": 32, "max_prompt_tokens": 32},
     # Slowly: the model stays one that is right now and then, so that groups have a signal for hours.
-    "train": {"steps": 6, "prompts_per_step": 8, "samples_per_prompt": 8, "lr": 1e-5, "deterministic": True},
+    "train": {
+        "steps": 6,
+        "prompts_per_step": 8,
+        "samples_per_prompt": 8,
+        "lr": 1e-5,
+        "deterministic": True,
+        "silence_s": 30,
+    },
     "eval": {"every": 0, "before_train": False},
 }
 WARM_START: dict[str, Any] = {
@@ -83,8 +99,11 @@ class Run:
 
     def victims(self, kind: str) -> list[int]:
         """Of the processes that a fault of this kind may hit."""
-        prefix = {"worker": "rollout-", "run": "driver"}.get(kind.split()[0], kind.split()[0])
-        return [pid for name, pid in self.processes().items() if name.startswith(prefix)]
+        return [pid for name, pid in self.processes().items() if name.startswith(KINDS[kind].victim)]
+
+    def tells_of(self, fault: Fault) -> bool:
+        """Whether its output has a line that says what happened to whom, and names the log."""
+        return bool(re.search(KINDS[fault.kind].words, Path(self.log.name).read_text()[fault.log_start :]))
 
     def last_checkpoint(self) -> Path:
         found = latest_checkpoint(self.dir)
@@ -109,7 +128,7 @@ class Run:
 
     def recovered_s(self, fault: Fault) -> float | None:
         """When what it interrupted was there again: a worker, a graded group, or a step that was under way."""
-        name = {"worker": "WorkerJoined", "grader": "GroupScored"}.get(fault.kind.split()[0], "StepTrained")
+        name = KINDS[fault.kind].recovery
         rows = self._read("SELECT at_s, payload FROM events WHERE name = ? AND at_s > ? ORDER BY id", name, fault.at_s)
         for at_s, payload in rows:
             if name != "StepTrained" or json.loads(payload)["step"] > fault.after_step:
@@ -128,15 +147,92 @@ class Fault:
     """That was recorded before."""
     at_s: float
     """As `time.time` has it."""
+    log_start: int
+    """Characters that the run had printed before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    victim: str
+    """How the names of the processes begin that it may hit."""
+    strike: Callable[[int], None]
+    recovery: str
+    """The event that shows that what it interrupted is there again; a step that was under way, if it is StepTrained."""
+    words: str
+    """A pattern of what the run must print."""
+    ends_run: bool = False
+    """And somebody has to resume it."""
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+def slow_down(pid: int) -> None:
+    """Let it run a fifth of the time for a while."""
+    until_s = time.monotonic() + SLOW_S
+    with suppress(ProcessLookupError):
+        while time.monotonic() < until_s:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.4)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.1)
+
+
+def fill_disk(pid: int) -> None:
+    """As far as this process can tell: from now on the system refuses every larger file that it writes."""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES, resource.RLIM_INFINITY))
+
+
+def cut_off(pid: int) -> None:
+    """Shut its sockets down as the other end would find them after a broken connection. Both processes live on."""
+    libc, pidfd = ctypes.CDLL(None, use_errno=True), os.pidfd_open(pid)
+    try:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            if os.readlink(entry).startswith("socket:"):
+                ours = libc.syscall(PIDFD_GETFD, pidfd, int(entry.name), 0)
+                if ours < 0:
+                    raise OSError(ctypes.get_errno(), f"no way to reach the sockets of process {pid}")
+                with socket.socket(fileno=ours) as one:
+                    one.shutdown(socket.SHUT_RDWR)
+    finally:
+        os.close(pidfd)
+
+
+def log_of(name: str) -> str:
+    return rf"{name} \(process \d+\) %s Its log: \S+/logs/{name}\.log"
+
+
+WORKER, TRAINER = log_of(r"rollout-\d+"), log_of("trainer")
+KINDS = {
+    "worker killed": Kind("rollout-", kill, "WorkerJoined", WORKER % r"was ended by SIGKILL\."),
+    "worker hangs": Kind("rollout-", stop, "WorkerJoined", r"rollout-\d+ has said nothing for \d+ s: it is killed"),
+    "grader killed": Kind("grader", kill, "GroupScored", ""),
+    "trainer killed": Kind("trainer", kill, "StepTrained", TRAINER % r"was ended by SIGKILL\."),
+    "run killed": Kind("driver", kill, "StepTrained", "resumed from", ends_run=True),
+    "trainer hangs": Kind(
+        "trainer", stop, "StepTrained", r"trainer hangs: it said nothing .* and was killed\n" + TRAINER % r".*"
+    ),
+    "worker slow": Kind("rollout-", slow_down, "StepTrained", ""),
+    "worker cut off": Kind("rollout-", cut_off, "WorkerJoined", WORKER % r"lost its connection .*"),
+    "trainer cut off": Kind("trainer", cut_off, "StepTrained", TRAINER % r"lost its connection .*"),
+    "disk full": Kind(
+        "trainer", fill_disk, "StepTrained", r"training: .*File too large(.|\n)*" + TRAINER % r".*", True
+    ),
+}
 
 
 def strike(run: Run, process: subprocess.Popen[bytes], kind: str, chance: random.Random) -> Fault:
-    """Do it now. A run that was killed is for the caller to resume."""
+    """Do it now. A run that it ends is for the caller to resume."""
     victims = run.victims(kind)
-    fault = Fault(kind, run.recorded(), time.time())
-    os.kill(chance.choice(victims), signal.SIGSTOP if kind.endswith("hangs") else signal.SIGKILL)
-    if kind == "run killed":
-        process.wait()
+    fault = Fault(kind, run.recorded(), time.time(), len(Path(run.log.name).read_text()))
+    KINDS[kind].strike(chance.choice(victims))
+    if KINDS[kind].ends_run and process.wait(timeout=START_S) == 0:
+        raise RuntimeError(f"{kind}: the run went on as if nothing had happened; see {run.log.name}")
     return fault
 
 

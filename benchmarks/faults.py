@@ -1,12 +1,15 @@
-"""Ten times a process of a run is killed or made to hang, at a moment by chance: what does it cost, and is it felt?
+"""Whatever can happen to a process of a run is done to it, at a moment by chance: what does it cost, and is it felt?
 
     python benchmarks/faults.py --drills 10 --seed 0 --out faults.json
+    python benchmarks/faults.py --kinds "trainer hangs,disk full" --drills 4
 
 A small model is trained with mode=sync and train.deterministic=true, undisturbed and then with one fault in each run:
-a rollout worker killed, a rollout worker that hangs (SIGSTOP), the process that grades killed, the one that trains
-killed, the run itself killed and resumed. Each run must end with the same weights to the bit and the same rollouts,
-none lost and none there twice. Recovery is counted from the fault until a worker has joined again, a group was graded
-again, or the step that was under way is trained. Exits with 1 if a drill was felt.
+a rollout worker killed, hanging (SIGSTOP), slow (running a fifth of the time) or cut off (its sockets are shut down);
+the process that grades killed; the one that trains killed, hanging, cut off, or out of disk (RLIMIT_FSIZE; the run ends
+and is resumed); the run itself killed and resumed. It begins with a model that is right now and then, so that every
+step has a gradient. Each run must end with the same weights to the bit and the same rollouts, none lost and none there
+twice, and must have said what happened to whom. Recovery is counted from the fault until a worker has joined again, a
+group was graded again, or the step that was under way is trained. Exits with 1 if a drill was felt or not told of.
 """
 
 from __future__ import annotations
@@ -41,10 +44,12 @@ class Drill:
     num_twice: int
     num_changed: int
     """Rollouts with other tokens, log-probabilities or rewards than in the undisturbed run."""
+    was_told: bool
+    """By the run, with the name of the process, its log and what happened."""
 
     @property
     def was_felt(self) -> bool:
-        return not self.same_weights or self.num_lost + self.num_twice + self.num_changed > 0
+        return not self.same_weights or not self.was_told or self.num_lost + self.num_twice + self.num_changed > 0
 
 
 def drill(
@@ -56,7 +61,7 @@ def drill(
     wait_for_step(run, process, after_step)
     time.sleep(wait_s)
     fault = strike(run, process, kind, chance)
-    if kind == "run killed":
+    if KINDS[kind].ends_run:
         process = run.start("--resume")
     if process.wait(timeout=600) != 0:
         raise RuntimeError(f"{kind} after step {after_step} ended the run; see {run.log.name}")
@@ -73,6 +78,7 @@ def drill(
         num_lost=num_lost,
         num_twice=num_twice,
         num_changed=sum(row not in wanted for row in found),
+        was_told=run.tells_of(fault),
     )
 
 
@@ -87,11 +93,14 @@ def weights(run: Run) -> bytes:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--drills", type=int, default=10)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of faults, in turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a file for the JSON, beside stdout")
     parser.add_argument("--keep", type=Path, help="a folder for the runs; without it they are removed")
     options = parser.parse_args()
-    chance = random.Random(options.seed)
+    chance, kinds = random.Random(options.seed), options.kinds.split(",")
+    if set(kinds) - set(KINDS):
+        parser.error(f"unknown kinds {sorted(set(kinds) - set(KINDS))}; known: {', '.join(KINDS)}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,9 +114,9 @@ def main() -> None:
         step_s = statistics.median(row["timing_s/step"] for row in rows if "timing_s/step" in row)
         drills = []
         for number in range(options.drills):
-            drills.append(drill(folder, number, KINDS[number % len(KINDS)], chance, step_s, undisturbed, model))
+            drills.append(drill(folder, number, kinds[number % len(kinds)], chance, step_s, undisturbed, model))
             print(drills[-1], file=sys.stderr, flush=True)
-    recovery = {kind: [one.recovery_s for one in drills if one.kind == kind] for kind in KINDS}
+    recovery = {kind: [one.recovery_s for one in drills if one.kind == kind] for kind in kinds}
     result = {
         "steps": STEPS,
         "rollouts": sum(row.get("train/groups", 0) for row in rows) * RECIPE["train"]["samples_per_prompt"],

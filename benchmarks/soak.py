@@ -155,9 +155,9 @@ class Soak:
                 self._look_for_recovery()
             if now_s >= next_s and not self._waits() and now_s < self._limit_s - self._every_s / 2:
                 next_s = now_s + self._every_s + self._chance.uniform(-2, 2)  # at any moment of a step
-                kind = KINDS[len(self.struck) % len(KINDS)]
+                kind = list(KINDS)[len(self.struck) % len(KINDS)]
                 self.struck.append(Struck(strike(self._run, self._process, kind, self._chance), round(now_s, 1)))
-                if kind == "run killed":
+                if KINDS[kind].ends_run:
                     self._process = self._run.start("--resume")
             time.sleep(TICK_S)
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from slipstream.config import build_config
+from slipstream.observe.ledger import Ledger
 from slipstream.runtime.crew import LONGEST_LOOK_S, TrainerCrew, TrainerLost
+from slipstream.runtime.kept import Kept
 from slipstream.runtime.pool import START_S
+from slipstream.runtime.processes import Doorbell
+from slipstream.runtime.stream_world import StreamWorld
 from slipstream.runtime.trainer_messages import (
     FeedSamples,
     FinishStep,
@@ -19,6 +28,7 @@ from slipstream.runtime.trainer_messages import (
     Working,
 )
 from slipstream.runtime.trainer_worker import TELL_S, TrainerWorker
+from slipstream.schedule.events import StepTrained
 from slipstream.types import TrainSample, WeightVersion
 
 
@@ -161,3 +171,60 @@ def test_who_works_speaks_after_every_piece_and_says_how_far_it_is() -> None:
     worker.tell()
     worker.tell()
     assert said == [Working(None)], "not more often than there is something to see"
+
+
+class Bars:
+    """A console that remembers: by bar, [done, total], and those that are open."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[tuple[int, int]]] = {}
+        self.open: set[str] = set()
+
+    @contextmanager
+    def phase(self, name: str, total: int) -> Iterator[Any]:
+        self.open.add(name)
+        shown = [0, total]
+        self.seen[name] = []
+
+        def advance(n: int = 1, *, more_total: int = 0, **facts: float) -> None:
+            shown[0] += n
+            shown[1] += more_total
+            self.seen[name].append((shown[0], shown[1]))
+
+        yield advance
+        self.open.discard(name)
+
+
+def test_a_bar_shows_how_far_training_is(tmp_path: Path) -> None:
+    crew, links = crew_of(Clock())
+    bars = Bars()
+    nothing = SimpleNamespace(num_in_grading=0, graded=lambda wait_s: [], advance=list, live=-1)
+    recipe = {"model": "tiny", "mode": "sync", "tasks": {"train": [{"source": "sorting", "size": 4, "seed": 1}]}}
+    parts: dict[str, Any] = dict.fromkeys(("history", "store", "log"))
+    world = StreamWorld(
+        build_config(recipe | {"run": {"dir": str(tmp_path)}}),
+        **parts,
+        crew=crew,
+        pool=nothing,  # type: ignore[arg-type]
+        groups=nothing,  # type: ignore[arg-type]
+        ledger=Ledger(),
+        bell=Doorbell(),
+        prompts=[None],  # type: ignore[list-item]
+        eval_sets={},
+        stop_token_ids=(),
+        console=bars,  # type: ignore[arg-type]
+        rows={},
+        kept_state={},
+        kept=Kept(),
+        stop_reason=lambda: None,
+    )
+    for message in (Working(None), Working(3, 0, 40), Working(3, 20, 40), Working(3, 40, 100), Working(3, 100, 100)):
+        links[0].said.append(message)
+        assert world.advance() == []
+    assert bars.seen == {"step 3 training": [(0, 40), (20, 40), (40, 100), (100, 100)]}
+    assert bars.open == {"step 3 training"}
+    links[0].said.append(StepFinished(3, {}, 1.0))
+    assert world.advance() == [StepTrained(3)] and not bars.open
+    links[0].said += [Working(4, 10, 30)]
+    world.advance()
+    assert bars.seen["step 4 training"] == [(10, 30)], "it begins anew"

@@ -134,6 +134,22 @@ def test_processes_that_are_killed_or_hang_change_nothing(colocated: Path, tmp_p
     assert_same_run(run_dir, colocated)
 
 
+@pytest.mark.slow
+def test_a_trainer_that_hangs_is_killed_and_the_run_goes_on_from_its_checkpoint(
+    colocated: Path, tmp_path: Path
+) -> None:
+    """Sampled and stored meanwhile, the step after the checkpoint is not sampled again."""
+    recipe, run_dir = write_recipe(tmp_path, "run", **SYNC), tmp_path / "run"
+    run = start(recipe, "train.silence_s=8")
+    wait_for(run_dir, 3)
+    os.kill(pid_of(run_dir, "trainer"), signal.SIGSTOP)
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    assert "trainer hangs: it said nothing for 8 s (train.silence_s) and was killed\ntrainer (process" in said
+    assert "the run goes on from" in said and "9 rollouts that were sampled after" in said
+    assert_same_run(run_dir, colocated)
+
+
 @pytest.mark.parametrize(
     ("mode", "end"), [("async", signal.SIGINT), pytest.param("rhyme", signal.SIGKILL, marks=pytest.mark.slow)]
 )

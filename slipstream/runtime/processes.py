@@ -98,6 +98,8 @@ class Link:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._fault: Exception | None = None
+        self._is_closed = False
+        """It was told to end."""
         self._sender = threading.Thread(target=self._send_all, daemon=True)
         self._receiver = threading.Thread(target=self._receive_all, daemon=True)
         self._sender.start()
@@ -129,8 +131,11 @@ class Link:
 
     def how_it_ended(self) -> str:
         """For an error: what became of it, its log file, and the end of that."""
+        self._process.join(GRACE_S)  # one that has told why it ends may be about to
         code = self._process.exitcode
         ended = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
+        if code == 0 and not self._is_closed:
+            ended = "lost its connection to the run, and ended"
         try:
             lines = self.log_file.read_text(errors="replace").splitlines()[-LAST_LINES:]
         except OSError as error:
@@ -149,6 +154,7 @@ class Link:
 
     def close(self) -> None:
         """The process ends when it sees that the pipe is closed; if it does not look, it is killed."""
+        self._is_closed |= not self.is_gone
         self._outbox.put(None)
         self._sender.join(GRACE_S)
         with suppress(OSError):  # both threads may be using it: they see the end, and so does the process
@@ -197,7 +203,7 @@ def _live(connection: Connection, log_file: Path, num_threads: int, work: Work, 
         try:
             work(Pipe(connection), *arguments)
         except PipeClosed:
-            return
+            print("the pipe is closed: the run has ended, or the connection to it was lost")
 
 
 def _end_with_parent() -> None:

@@ -134,7 +134,8 @@ def _train_once(
         warm = warm_drafter(config, model.config) if checkpoint is None else None
         kept = Kept()
         if checkpoint is not None and config.mode != "colocated":
-            is_latest = checkpoint.path == latest_checkpoint(folder.path)
+            latest = latest_checkpoint(folder.path)
+            is_latest = latest is not None and latest.resolve() == checkpoint.path.resolve()
             kept = recall(folder.path, checkpoint.path, checkpoint.step, is_latest, config, lost or kept)
         # From here on the folder changes: everything that the user can get wrong has been looked at.
         folder.begin(recipe, checkpoint, overwrite)

@@ -1,7 +1,8 @@
 """Checkpoints on disk: `checkpoints/step_N/` in the run folder, and the text file `latest` that names the newest.
 
 Owns their layout, their integrity and their removal; not what the run puts into `run_state`. A checkpoint is a Hugging
-Face folder (float32 safetensors, config, tokenizer) with `trainer.pt`, `run_state.json` and `manifest.json` beside.
+Face folder (float32 safetensors, config, tokenizer) with `trainer.pt`, `run_state.json` and `manifest.json` beside, and
+files that the run gives it.
 
 Invariants: a folder called step_N is complete (it is written under a temporary name, flushed, then renamed); at every
 moment of a save at least one earlier checkpoint is whole; older ones go only after the new one is on the disk.

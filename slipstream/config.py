@@ -212,6 +212,10 @@ class Training(Section):
     """Of the forward and backward; master weights and optimizer are always float32. auto as engine.dtype."""
     ranks: int = Field(1, ge=1)
     """Processes that train together, each with a part of the model (mode=sync, async, rhyme)."""
+    silence_s: float = Field(600.0, gt=0)
+    """A process that trains and says nothing for so long hangs: it is killed, and the run goes on from its last
+    checkpoint (mode=sync, async, rhyme). It speaks after every micro-batch; must be longer than the longest of these
+    and than writing a checkpoint takes."""
     deterministic: bool = False
     """The same samples give the same weights, bit for bit. On a GPU by slower kernels; on a CPU they always do. Where
     groups are trained on as they come (mode=sync, async, rhyme): in the order of their prompts."""

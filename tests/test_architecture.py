@@ -103,7 +103,7 @@ PURE = {
         f"slipstream.runtime.{name}"
         for name in (
             *("control", "driver", "drafter_messages", "drafter_session"),
-            *("placement", "pool", "processes", "rollout_messages", "stopping", "trainer_messages"),
+            *("crew", "kept", "placement", "pool", "processes", "rollout_messages", "stopping", "trainer_messages"),
         )
     ],
     "cli": ["slipstream.cli"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import struct
 import time
 from pathlib import Path
@@ -69,6 +70,21 @@ def test_signals_of_a_batch_system_are_for_the_run_and_a_closed_link_ends_the_pr
     assert heard(link, bell) == [2], "it goes on: the run will tell it what to do"
     link.close()
     assert link.is_gone and "ended with 0" in link.how_it_ended()
+
+
+def test_a_process_whose_connection_is_lost_ends_and_is_told_of(tmp_path: Path) -> None:
+    bell = Doorbell()
+    link = Link("echo", tmp_path / "echo.log", 1, listen, bell=bell)
+    link.send(1)
+    assert heard(link, bell) == [1]
+    socket.socket(fileno=os.dup(link._connection.fileno())).shutdown(socket.SHUT_RDWR)
+    until_s = time.monotonic() + LIMIT_S
+    while not link.is_gone:
+        assert time.monotonic() < until_s
+        bell.wait(0.1)
+    link.close()
+    words = link.how_it_ended()
+    assert "lost its connection to the run, and ended. Its log: " in words and "the pipe is closed" in words
 
 
 def test_what_cannot_travel_is_told(tmp_path: Path) -> None:

@@ -19,9 +19,11 @@ from slipstream.config import load_config
 from slipstream.observe.store import RunStore
 from slipstream.runtime.control import ask_for_workers, workers_asked_for
 from slipstream.runtime.folder import RunFolder
+from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.local import run_training
 from slipstream.schedule.events import WorkerJoined, WorkerLeft, from_record
 from slipstream.schedule.pipeline import Pipeline
+from slipstream.train.checkpoint import latest_checkpoint
 
 STEPS = 4
 SYNC: dict[str, Any] = {"mode": "sync", "rollout": {"workers": 2, "silence_s": 5}}
@@ -132,13 +134,31 @@ def test_processes_that_are_killed_or_hang_change_nothing(colocated: Path, tmp_p
     assert_same_run(run_dir, colocated)
 
 
+@pytest.mark.slow
+def test_a_trainer_that_hangs_is_killed_and_the_run_goes_on_from_its_checkpoint(
+    colocated: Path, tmp_path: Path
+) -> None:
+    """Sampled and stored meanwhile, the step after the checkpoint is not sampled again."""
+    recipe, run_dir = write_recipe(tmp_path, "run", **SYNC), tmp_path / "run"
+    run = start(recipe, "train.silence_s=8")
+    wait_for(run_dir, 3)
+    os.kill(pid_of(run_dir, "trainer"), signal.SIGSTOP)
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    assert "trainer hangs: it said nothing for 8 s (train.silence_s) and was killed\ntrainer (process" in said
+    assert "the run goes on from" in said and "9 rollouts that were sampled after" in said
+    assert_same_run(run_dir, colocated)
+
+
 @pytest.mark.parametrize(
     ("mode", "end"), [("async", signal.SIGINT), pytest.param("rhyme", signal.SIGKILL, marks=pytest.mark.slow)]
 )
 def test_a_run_that_is_a_step_ahead_keeps_the_bound_also_when_it_is_resumed(
     tmp_path: Path, mode: str, end: signal.Signals
 ) -> None:
-    recipe, run_dir = write_recipe(tmp_path, "run", **SYNC | {"mode": mode}), tmp_path / "run"
+    """And goes on from the tokens that it had."""
+    changes = SYNC | {"mode": mode, "tasks": {"train": SETTINGS["tasks"]["train"]}}
+    recipe, run_dir = write_recipe(tmp_path, "run", **changes), tmp_path / "run"
     run = start(recipe)
     wait_for(run_dir, 1)
     others = [pid_of(run_dir, name) for name in ("rollout-0", "rollout-1", "trainer")]
@@ -152,7 +172,17 @@ def test_a_run_that_is_a_step_ahead_keeps_the_bound_also_when_it_is_resumed(
     while any(Path(f"/proc/{pid}").exists() for pid in others):
         assert time.monotonic() < deadline_s, "a process outlives the run"
         time.sleep(0.1)
-    assert run_training(load_config(recipe), resume=True, quiet=True).reason == "done"
+    config, checkpoint = load_config(recipe), latest_checkpoint(run_dir)
+    assert checkpoint is not None
+    saved = int(checkpoint.name.removeprefix("step_"))
+    kept = recall(run_dir, checkpoint, saved, True, config, Kept()).left(saved)
+    assert sum(len(one.token_ids) for one in kept) > 0
+    assert run_training(config, resume=True, quiet=True).reason == "done"
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    with RunStore(run_dir, read_only=True) as store:
+        wanted = sum(one.length for one in store.rollouts(kind="train") if one.step > saved)
+    sampled = sum(row["workers/tokens"] for row in rows if row["step"] > saved)
+    assert sampled == wanted - sum(len(one.token_ids) for one in kept), "what is known is not sampled again"
     with RunStore(run_dir, read_only=True) as store:
         names = [(event.name, event.payload.get("step")) for event in store.events()]
         stored = store.rollouts(kind="train")

@@ -55,7 +55,8 @@ def names(run_dir: Path) -> list[str]:
 
 def test_round_trip(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
-    path = save(tmp_path, 7)
+    path = save(tmp_path, 7, files={"more.bin": b"as it is"})
+    assert (path / "more.bin").read_bytes() == b"as it is" and "more.bin" in (path / "manifest.json").read_text()
     assert path == tmp_path / "checkpoints" / "step_7" == latest_checkpoint(tmp_path)
     assert (tmp_path / "latest").read_text() == "checkpoints/step_7\n"
     loaded = load_checkpoint(path)

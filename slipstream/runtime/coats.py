@@ -30,8 +30,8 @@ from slipstream.stream.publisher import Publisher
 from slipstream.stream.receiver import Receiver
 from slipstream.train.trainer_rank import TrainerRank
 
-WAIT_S = 3600.0
-"""A trainer with nothing to do; whatever is said ends the wait."""
+WAIT_S = 1.0
+"""A trainer with nothing to do says so as often."""
 
 
 def sample_in_process(
@@ -82,6 +82,7 @@ def train_in_process(
         while True:
             for message in pipe.hear(WAIT_S):
                 worker.obey(message)
+            worker.tell()
 
     _work_or_tell(work, lambda error, text: pipe.say(TrainerBroke(type(error).__name__, text)))
 

@@ -31,6 +31,7 @@ from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
 from slipstream.runtime.control import CONTROL_FILE
+from slipstream.runtime.crew import TrainerLost
 from slipstream.runtime.drafters import SavedDrafter
 from slipstream.runtime.drafting import (
     STRATEGIES,
@@ -48,11 +49,11 @@ from slipstream.runtime.driver import drive
 from slipstream.runtime.engines import build_engine, choose_device
 from slipstream.runtime.evaluation import Interrupted
 from slipstream.runtime.folder import REFERENCE_FOLDER, RunFolder
+from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.pool import WorkerBroke
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.runtime.runtimes import Runtime, open_runtime
 from slipstream.runtime.stopping import StopFlag, stop_on_signals
-from slipstream.runtime.stream_world import TrainerLost
 from slipstream.runtime.streaming import StreamParts, stream
 from slipstream.runtime.warmup import warm_up
 from slipstream.runtime.world import LocalWorld
@@ -82,11 +83,11 @@ def run_training(
     config: Config, *, resume: bool | Path = False, overwrite: bool = False, quiet: bool = False
 ) -> Outcome:
     """Train to the end of the recipe, from the start or from a checkpoint. ValueError for what the user can fix."""
-    losses, flag = 0, StopFlag()
+    losses, flag, lost = 0, StopFlag(), None
     while True:
         before = latest_checkpoint(config.run.dir)
         try:
-            return _train_once(config, flag, resume=resume, overwrite=overwrite, quiet=quiet, again=losses > 0)
+            return _train_once(config, flag, resume=resume, overwrite=overwrite, quiet=quiet, lost=lost)
         except TrainerLost as loss:
             after = latest_checkpoint(config.run.dir)
             losses = losses + 1 if after == before else 1
@@ -96,13 +97,13 @@ def run_training(
                 return Outcome(flag.reason, config.run.dir, int(after.name.removeprefix("step_")))
             if not quiet:
                 print(f"{loss}\nthe run goes on from {after}", flush=True)
-            resume, overwrite = True, False
+            resume, overwrite, lost = True, False, Kept(loss.under_way)
 
 
 def _train_once(
-    config: Config, flag: StopFlag, *, resume: bool | Path, overwrite: bool, quiet: bool, again: bool
+    config: Config, flag: StopFlag, *, resume: bool | Path, overwrite: bool, quiet: bool, lost: Kept | None
 ) -> Outcome:
-    """`again`: after the trainer was lost, not because somebody asked."""
+    """`lost`: it goes on because the trainer was lost, not because somebody asked, and this was under way."""
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.opened(config.run.dir))
         console = stack.enter_context(Console(config.train.steps, quiet=quiet))
@@ -133,11 +134,16 @@ def _train_once(
         check_warm_history(config)
         warm = warm_drafter(config, model.config) if checkpoint is None else None
         runtime = stack.enter_context(open_runtime(config)) if config.mode != "colocated" else None
+        kept = Kept()
+        if checkpoint is not None and config.mode != "colocated":
+            latest = latest_checkpoint(folder.path)
+            is_latest = latest is not None and latest.resolve() == checkpoint.path.resolve()
+            kept = recall(folder.path, checkpoint.path, checkpoint.step, is_latest, config, lost or kept)
         # From here on the folder changes: everything that the user can get wrong has been looked at.
         folder.begin(recipe, checkpoint, overwrite)
         store = stack.enter_context(RunStore(folder.path))
         log = stack.enter_context(MetricLog(folder.path, config.run.loggers, config.model_dump(mode="json")))
-        if not again:
+        if lost is None:
             (folder.path / CONTROL_FILE).unlink(missing_ok=True)  # what an earlier run was asked for
         stack.enter_context(stop_on_signals(flag))
         run = _Run(config, tokenizer, model, trainer, store, log, console, flag)
@@ -151,7 +157,7 @@ def _train_once(
         if remembers(config):
             history = stack.enter_context(open_history(config, folder.path, run.step))
         if runtime is not None:
-            reason = run.stream(runtime, checkpoint, history, grader, prompts, eval_sets, stop_ids)
+            reason = run.stream(runtime, checkpoint, kept, history, grader, prompts, eval_sets, stop_ids)
             return Outcome(reason, folder.path, run.step)
         past = None if history is None else partial(past_texts, history)
         engine = build_engine(config, model, tokenizer, device, past, run.selector)
@@ -310,6 +316,7 @@ class _Run:
         self,
         runtime: Runtime,
         checkpoint: Checkpoint | None,
+        kept: Kept,
         history: HistoryStore | None,
         grader: Grader,
         prompts: Sequence[Prompt],
@@ -317,6 +324,8 @@ class _Run:
         stop_ids: tuple[int, ...],
     ) -> str:
         """As `loop`, with processes that sample and one that trains."""
+        if kept:
+            self.console.note(f"{len(kept)} rollouts that were sampled after the checkpoint's last step are used")
         parts = StreamParts(
             config=self.config,
             runtime=runtime,
@@ -332,6 +341,7 @@ class _Run:
             log=self.log,
             console=self.console,
             kept_state={"warmup_done": self.warmup_done},
+            kept=kept,
         )
 
         def on_trained(step: int) -> None:

@@ -10,7 +10,7 @@ one that is lost is started again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
@@ -101,6 +101,10 @@ class _Asked:
     logprobs: list[float] = field(default_factory=list)
     first_version: int = -1
 
+    def set_tokens(self, known: PartialRollout) -> None:
+        self.token_ids, self.logprobs = list(known.token_ids), list(known.logprobs)
+        self.first_version = known.first_version
+
     def partial(self) -> PartialRollout:
         return PartialRollout(self.request, tuple(self.token_ids), tuple(self.logprobs), self.first_version)
 
@@ -138,6 +142,7 @@ class Pool:
         self.num_resumed = 0
         """Rollouts that went on, from the tokens they had, after their worker was lost."""
         self._spent = Spent()
+        self._num_sampled = 0
         self._drafts = DraftCounts()
         self.resize(num_workers)
 
@@ -149,11 +154,27 @@ class Pool:
     def pids(self) -> dict[str, int]:
         return {name: worker.link.pid for name, worker in self._workers.items()}
 
-    def ask(self, step: int, prompt_key: str, requests: Sequence[Request], past: Sequence[Text] = ()) -> None:
-        """Rollouts of one prompt. What is asked for between two calls of `advance` is shared out together."""
+    def ask(
+        self,
+        step: int,
+        prompt_key: str,
+        requests: Sequence[Request],
+        past: Sequence[Text] = (),
+        begun: Mapping[str, PartialRollout] = {},
+    ) -> None:
+        """Rollouts of one prompt. What is asked for between two calls of `advance` is shared out together. `begun`: by
+        uid, those that go on from the tokens they have."""
         for request in requests:
             asked = self._rollouts[request.uid] = _Asked(request, tuple(past))
+            if request.uid in begun:
+                asked.set_tokens(begun[request.uid])
             self._asked.setdefault(step, []).append((asked, prompt_key))
+
+    def partials(self) -> tuple[list[PartialRollout], int]:
+        """What is known of rollouts that have begun and not ended, and the newest version that a token of them may be
+        of."""
+        newest = -1 if self._wanted is None else self._wanted.number
+        return [asked.partial() for asked in self._rollouts.values() if asked.token_ids], newest
 
     def give_weights(self, version: WeightVersion) -> None:
         """To all workers, before anything that is asked for later."""
@@ -165,7 +186,9 @@ class Pool:
     def advance(self) -> list[Rollout]:
         """What has ended by now. Does not wait."""
         for step, asked in sorted(self._asked.items()):
-            self._tell(RolloutsAsked(step, tuple((one.request.uid, prompt_key) for one, prompt_key in asked)))
+            rollouts = tuple((one.request.uid, prompt_key) for one, prompt_key in asked)
+            tokens = tuple((one.request.uid, len(one.token_ids)) for one, _ in asked if one.token_ids)
+            self._tell(RolloutsAsked(step, rollouts, tokens))
         self._asked.clear()
         for name, worker in list(self._workers.items()):
             for message in worker.link.receive():
@@ -192,6 +215,11 @@ class Pool:
         """Seconds of all workers together since this was last asked."""
         spent, self._spent = self._spent, Spent()
         return spent
+
+    def take_sampled(self) -> int:
+        """Tokens that workers have sampled since this was last asked."""
+        num_sampled, self._num_sampled = self._num_sampled, 0
+        return num_sampled
 
     def take_drafts(self) -> DraftCounts:
         drafts, self._drafts = self._drafts, DraftCounts()
@@ -229,11 +257,11 @@ class Pool:
                     self._add_tokens(piece)
             case GivenBack():
                 asked = self._rollouts[message.partial.request.uid]
-                asked.token_ids, asked.logprobs = list(message.partial.token_ids), list(message.partial.logprobs)
-                asked.first_version = message.partial.first_version
+                asked.set_tokens(message.partial)
                 self._tell(HandedBack(asked.request.uid, len(asked.token_ids)))
             case Beat():
                 self._spent += message.spent
+                self._num_sampled += message.num_tokens
                 if worker.has_joined:  # what was before is the start
                     self._book(name, message)
                 if message.drafts is not None:

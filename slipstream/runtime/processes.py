@@ -106,6 +106,8 @@ class Link:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._fault: Exception | None = None
+        self._is_closed = False
+        """It was told to end."""
         self._sender = threading.Thread(target=self._send_all, daemon=True)
         self._receiver = threading.Thread(target=self._receive_all, daemon=True)
         self._sender.start()
@@ -137,8 +139,11 @@ class Link:
 
     def how_it_ended(self) -> str:
         """For an error: what became of it, its log file, and the end of that."""
+        self._process.join(GRACE_S)  # one that has told why it ends may be about to
         code = self._process.exitcode
         ended = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
+        if code == 0 and not self._is_closed:
+            ended = "lost its connection to the run, and ended"
         return f"{self.name} (process {self.pid}) {ended}. {log_in_words(self.log_file)}"
 
     def kill(self) -> None:
@@ -152,6 +157,7 @@ class Link:
 
     def close(self) -> None:
         """The process ends when it sees that the pipe is closed; if it does not look, it is killed."""
+        self._is_closed |= not self.is_gone
         self._outbox.put(None)
         self._sender.join(GRACE_S)
         with suppress(OSError):  # both threads may be using it: they see the end, and so does the process
@@ -206,7 +212,7 @@ def _live(
         try:
             work(Pipe(connection), *arguments)
         except PipeClosed:
-            return
+            print("the pipe is closed: the run has ended, or the connection to it was lost")
 
 
 def print_into(log: TextIO) -> None:

@@ -90,6 +90,14 @@ class OpenGroups:
             problem = group.prompt.problem
             self._grader.submit(name, [(problem, r, text) for r, text in zip(rollouts, texts, strict=True)])
 
+    def close(self, name: str, results: Sequence[Scored]) -> GradedGroup:
+        """A group of which all grades are known from elsewhere."""
+        return GradedGroup(name, self._open.pop(name).prompt, tuple(results))
+
+    def collected(self) -> list[Rollout]:
+        """Ended, of groups that are not graded."""
+        return [rollout for group in self._open.values() for rollout in group.rollouts.values()]
+
     def graded(self, wait_s: float) -> list[GradedGroup]:
         """Those whose grades are there; waits for the first."""
         finished: Sequence[tuple[str, list[Scored | Unscored]]] = self._grader.poll(wait_s)

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from slipstream.config import Config
+from slipstream.engine.sequences import PartialRollout
 from slipstream.history.store import HistoryStore
 from slipstream.observe.console import Advance, Console
 from slipstream.observe.ledger import Ledger
@@ -21,8 +22,19 @@ from slipstream.observe.report import write_report
 from slipstream.observe.store import RunStore
 from slipstream.observe.timeline import write_trace
 from slipstream.runtime.control import workers_asked_for
+from slipstream.runtime.crew import TrainerCrew, TrainerLost
 from slipstream.runtime.drafting import draft_metrics, past_texts, remember
 from slipstream.runtime.evaluation import EvaluationRound
+from slipstream.runtime.kept import (
+    KEPT_FILE,
+    Kept,
+    KeptRollout,
+    keep_partial,
+    keep_rollout,
+    keep_scored,
+    pack,
+    settings_of,
+)
 from slipstream.runtime.pool import Pool, WorkerBroke, WorkerLink
 from slipstream.runtime.processes import Doorbell
 from slipstream.runtime.rollouts import GradedGroup, OpenGroups, metrics_of, scored_fact, store_groups, train_samples
@@ -33,10 +45,10 @@ from slipstream.runtime.trainer_messages import (
     SaveState,
     StateSaved,
     StepFinished,
-    ToTrainer,
     TrainerBroke,
     TrainerReady,
     WeightsPublished,
+    Working,
 )
 from slipstream.schedule.events import (
     Action,
@@ -56,8 +68,9 @@ from slipstream.schedule.events import (
     WeightsLive,
 )
 from slipstream.schedule.order import PromptOrder
+from slipstream.schedule.rules import MODES, oldest_version
 from slipstream.tasks.grading import check_faults
-from slipstream.types import Prompt, Rollout, SamplingParams
+from slipstream.types import Prompt, Request, Rollout, SamplingParams, Scored
 
 WAIT_S = 0.2
 """For somebody to say something."""
@@ -67,8 +80,8 @@ GRADING_WAIT_S = 0.01
 """While groups are being graded, of which nobody says that it is done."""
 
 
-class TrainerLost(Exception):
-    """The process that trains was killed: the run goes on from its last checkpoint."""
+def is_training(request: Request) -> bool:
+    return not request.group.startswith("eval/")
 
 
 class StreamWorld:
@@ -77,7 +90,7 @@ class StreamWorld:
         config: Config,
         *,
         pool: Pool,
-        trainers: Sequence[WorkerLink],
+        crew: TrainerCrew,
         ledger: Ledger,
         bell: Doorbell,
         groups: OpenGroups,
@@ -90,12 +103,13 @@ class StreamWorld:
         console: Console,
         rows: dict[int, dict[str, float]],
         kept_state: dict[str, Any],
+        kept: Kept,
         stop_reason: Callable[[], str | None],
     ) -> None:
-        """`trainers`: by rank. `rows`: metrics that are known already, by step. `kept_state`: goes into every
-        checkpoint as it is."""
+        """`rows`: metrics that are known already, by step. `kept_state`: goes into every
+        checkpoint as it is. `kept`: rollouts of the run that this one goes on from."""
         self._config = config
-        self._pool, self._trainers, self._groups, self._history = pool, trainers, groups, history
+        self._pool, self._crew, self._groups, self._history = pool, crew, groups, history
         self._ledger, self._bell, self._began_s = ledger, bell, time.monotonic()
         self._wish: int | None = None
         """How many workers were asked for last."""
@@ -104,6 +118,7 @@ class StreamWorld:
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
         self._store, self._log, self._console = store, log, console
         self._rows, self._kept_state, self._stop_reason = rows, kept_state, stop_reason
+        self._kept = kept
         self._scored: dict[int, dict[int, GradedGroup]] = {}
         """By step that is not trained, by position."""
         self._fed: set[int] = set()
@@ -118,20 +133,22 @@ class StreamWorld:
         self._evaluate_s = 0.0
         self._bars: dict[str, tuple[ExitStack, Advance]] = {}
         self._num_trained_on = 0
+        self._shown = 0, 0
+        """Of the step in training: tokens that have given their gradient and tokens fed, as its bar has them."""
         self._told_stop = False
         self._looked_s = 0.0
 
     def perform(self, action: Action) -> list[Event]:
         match action:
             case Generate():
-                self._generate(action)
+                return self._generate(action)
             case Feed():
                 self._feed(action.step, [action.position])
             case Train():
                 self._train(action)
             case PushWeights():
                 self._pushed = action.step, time.perf_counter()
-                self._tell_trainers(PublishWeights(action.step))
+                self._crew.tell(PublishWeights(action.step))
             case Evaluate():
                 self._evaluate(action)
             case Record():
@@ -178,25 +195,55 @@ class StreamWorld:
 
     # Sampling.
 
-    def _generate(self, action: Generate) -> None:
-        self._asked_s.setdefault(action.step, time.perf_counter())
+    def _generate(self, action: Generate) -> list[Event]:
+        step, now_s = action.step, time.perf_counter()
+        self._asked_s.setdefault(step, now_s)
         prompt, num_samples = self._prompts[self._order.at(action.position)], self._config.train.samples_per_prompt
-        self._bar(f"step {action.step} rollout")(0, more_total=num_samples)
-        self._ask(action.step, f"{action.step}/{action.position}", prompt, num_samples, self._sampling)
+        self._bar(f"step {step} rollout")(0, more_total=num_samples)
+        name = f"{step}/{action.position}"
+        requests = self._groups.open(name, prompt, num_samples, self._sampling)
+        known = self._kept.take_up(requests, oldest_version(step, MODES[self._config.mode].staleness))
+        if len(known) == num_samples and all(one.grade is not None for one in known.values()):
+            results = [known[request.uid].as_scored(request) for request in requests]
+            self._count_ended(step, sum(len(one.token_ids) for one in known.values()), num_samples)
+            return self._hear_grades(self._groups.close(name, results))
+        ended = {uid for uid, one in known.items() if one.finish_reason is not None}
+        others = [request for request in requests if request.uid not in ended]
+        self._ask(step, prompt, others, {one.uid: known[one.uid].as_partial(one) for one in others if one.uid in known})
+        for request in requests:
+            if request.uid in ended:
+                self._collect(known[request.uid].as_rollout(request))
+        return []
 
-    def _ask(self, step: int, name: str, prompt: Prompt, num_samples: int, sampling: SamplingParams) -> None:
+    def _ask(
+        self, step: int, prompt: Prompt, requests: Sequence[Request], begun: Mapping[str, PartialRollout] = {}
+    ) -> None:
         past = past_texts(self._history, prompt.token_ids) if self._history is not None else ()
-        self._pool.ask(step, prompt.key, self._groups.open(name, prompt, num_samples, sampling), past)
+        self._pool.ask(step, prompt.key, requests, past, begun)
+
+    def under_way(self) -> list[KeptRollout]:
+        """All that is known of rollouts of steps that are not trained, also of those that nobody has asked for yet."""
+        found = [
+            keep_scored(result) if isinstance(result, Scored) else keep_rollout(result.rollout)
+            for groups in self._scored.values()
+            for group in groups.values()
+            for result in group.results
+        ]
+        found += [keep_rollout(rollout) for rollout in self._groups.collected() if is_training(rollout.request)]
+        partials, newest = self._pool.partials()
+        return found + [keep_partial(partial, newest) for partial in partials if is_training(partial.request)]
 
     def _collect(self, rollout: Rollout) -> None:
         name = rollout.request.group
         if name.startswith("eval/"):
             self._bar("evaluation")(1, tokens=len(rollout.token_ids))
         else:
-            step = int(name.partition("/")[0])
-            self._sampled_s[step] = time.perf_counter()
-            self._bar(f"step {step} rollout")(1, tokens=len(rollout.token_ids))
+            self._count_ended(int(name.partition("/")[0]), len(rollout.token_ids))
         self._groups.collect(rollout)
+
+    def _count_ended(self, step: int, num_tokens: int, num_rollouts: int = 1) -> None:
+        self._sampled_s[step] = time.perf_counter()
+        self._bar(f"step {step} rollout")(num_rollouts, tokens=num_tokens)
 
     def _hear_grades(self, group: GradedGroup) -> list[Event]:
         if group.name.startswith("eval/"):
@@ -217,7 +264,8 @@ class StreamWorld:
         self._bar("evaluation")(0, more_total=evaluation.num_samples)
         for name, prompt in evaluation.prompts.items():
             # To the fleet it is work for the step that follows: nothing older is in its way.
-            self._ask(action.step + 1, name, prompt, evaluation.samples_per_prompt, evaluation.sampling)
+            requests = self._groups.open(name, prompt, evaluation.samples_per_prompt, evaluation.sampling)
+            self._ask(action.step + 1, prompt, requests)
 
     def _evaluated(self) -> list[Event]:
         evaluation, self._evaluation = self._evaluation, None
@@ -237,7 +285,7 @@ class StreamWorld:
         samples = train_samples([self._scored[step][position] for position in positions], self._config.algorithm)
         self._fed.update(positions)
         if samples:
-            self._tell_trainers(FeedSamples(step, tuple(samples)))
+            self._crew.tell(FeedSamples(step, tuple(samples)))
             self._num_trained_on += len(samples)
 
     def _train(self, action: Train) -> None:
@@ -263,33 +311,32 @@ class StreamWorld:
         self._feed(step, left)
         if not self._num_trained_on:
             self._console.note(f"step {step}: no group with a reward signal; the weights stay as they are")
-        self._tell_trainers(FinishStep(step))
+        self._crew.tell(FinishStep(step))
         del self._scored[step]
-        self._fed, self._num_trained_on = set(), 0
-
-    def _tell_trainers(self, message: ToTrainer) -> None:
-        for trainer in self._trainers:
-            trainer.send(message)
 
     def _hear_trainers(self) -> list[Event]:
-        gone = [trainer for trainer in self._trainers if trainer.is_gone]
-        heard = {trainer.name: trainer.receive() for trainer in self._trainers}
-        for trainer in gone:  # without a word; if there are others, they may complain of it
-            if not any(isinstance(message, TrainerBroke) for message in heard[trainer.name]):
-                raise TrainerLost(trainer.how_it_ended())
-        return [
-            fact for trainer in self._trainers for one in heard[trainer.name] for fact in self._take_in(trainer, one)
-        ]
+        try:
+            heard = self._crew.hear()
+        except TrainerLost as loss:
+            loss.under_way = self._kept.left(-1) + self.under_way()
+            raise
+        return [fact for trainer, message in heard for fact in self._take_in(trainer, message)]
 
     def _take_in(self, trainer: WorkerLink, message: Any) -> list[Event]:
         match message:
             case TrainerReady():
                 self._ledger.book(trainer.name, "start", time.monotonic() - self._began_s)
                 return []
+            case Working():
+                if trainer is self._crew.first and message.step is not None:
+                    self._show_training(message)
+                return []
             case StepFinished():
                 self._ledger.book(trainer.name, "training", message.busy_s)
-                if trainer is not self._trainers[0]:
+                if trainer is not self._crew.first:
                     return []  # what it computed is in what the first says
+                self._close_bar(f"step {message.step} training")
+                self._fed, self._num_trained_on, self._shown = set(), 0, (0, 0)
                 self._row(message.step).update(message.metrics)
                 self._row(message.step)["timing_s/update_actor"] = message.busy_s
                 return [StepTrained(message.step)]
@@ -309,6 +356,12 @@ class StreamWorld:
             case _:
                 raise AssertionError(f"the trainer said {message!r}")
 
+    def _show_training(self, working: Working) -> None:
+        """Beside the bar of what is sampled: tokens that have given their gradient, of all that were fed."""
+        bar, shown = self._bar(f"step {working.step} training"), self._shown
+        bar(working.done_tokens - shown[0], more_total=working.fed_tokens - shown[1], groups=len(self._fed))
+        self._shown = working.done_tokens, working.fed_tokens
+
     # Records.
 
     def _record(self, action: Record) -> None:
@@ -326,6 +379,7 @@ class StreamWorld:
             "workers/decode_s": spent.decode_s,
             "workers/weights_s": spent.weights_s,
             "workers/idle_s": spent.idle_s,
+            "workers/tokens": float(self._pool.take_sampled()),
             "workers/count": float(self._pool.num_workers),
             "workers/lost": float(self._pool.num_lost),
         }
@@ -345,7 +399,10 @@ class StreamWorld:
             "row": dict(self._rows.get(action.step, {})),
             "under_way": action.under_way,
         }
-        self._tell_trainers(SaveState(action.step, self._kept_state | state))
+        rollouts = self._kept.left(action.step) + self.under_way()
+        files = {KEPT_FILE: pack(settings_of(self._config), rollouts)} if rollouts else {}
+        for trainer in self._crew.links:
+            trainer.send(SaveState(action.step, self._kept_state | state, files if trainer is self._crew.first else {}))
 
     def _row(self, step: int) -> dict[str, float]:
         return self._rows.setdefault(step, {})

@@ -26,8 +26,10 @@ from slipstream.observe.ledger import Ledger
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
 from slipstream.runtime.coats import sample_in_process, train_in_process
+from slipstream.runtime.crew import TrainerCrew
 from slipstream.runtime.driver import drive
 from slipstream.runtime.folder import LOGS_FOLDER, PROCESSES_FILE, WEIGHTS_FOLDER
+from slipstream.runtime.kept import Kept
 from slipstream.runtime.placement import trainer_name
 from slipstream.runtime.pool import Pool, WorkerLink
 from slipstream.runtime.processes import Doorbell
@@ -62,6 +64,8 @@ class StreamParts:
     console: Console
     kept_state: dict[str, Any]
     """Goes into every checkpoint as it is."""
+    kept: Kept
+    """Rollouts of the run that this one goes on from."""
 
 
 def stream(
@@ -130,7 +134,7 @@ def stream(
         world = StreamWorld(
             config,
             pool=pool,
-            trainers=trainers,
+            crew=TrainerCrew(trainers, config.train.silence_s),
             ledger=ledger,
             bell=bell,
             groups=OpenGroups(parts.grader, parts.tokenizer, config.seed),
@@ -143,6 +147,7 @@ def stream(
             console=parts.console,
             rows={first.step: row},
             kept_state=parts.kept_state,
+            kept=parts.kept,
             stop_reason=stop_reason,
         )
         stack.callback(world.close)

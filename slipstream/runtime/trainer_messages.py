@@ -35,6 +35,8 @@ class SaveState:
 
     step: int
     run_state: dict[str, Any]
+    files: dict[str, bytes]
+    """By name; only the first rank, which writes them, is given any."""
 
 
 ToTrainer = FeedSamples | FinishStep | PublishWeights | SaveState
@@ -43,6 +45,18 @@ ToTrainer = FeedSamples | FinishStep | PublishWeights | SaveState
 @dataclass(frozen=True, slots=True)
 class TrainerReady:
     """It has loaded the checkpoint it was told, and met the other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Working:
+    """It does: said between two micro-batches, two weights that are published, and when there is nothing to do."""
+
+    step: int | None
+    """That groups have been fed to, if any have."""
+    done_tokens: int = 0
+    """Of responses that have given their gradient."""
+    fed_tokens: int = 0
+    """Of responses that it was given so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +88,4 @@ class TrainerBroke:
     reason: str
 
 
-FromTrainer = TrainerReady | StepFinished | WeightsPublished | StateSaved | TrainerBroke
+FromTrainer = TrainerReady | Working | StepFinished | WeightsPublished | StateSaved | TrainerBroke

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from torch import Tensor
@@ -24,9 +24,13 @@ from slipstream.runtime.trainer_messages import (
     StepFinished,
     ToTrainer,
     WeightsPublished,
+    Working,
 )
 from slipstream.train.trainer_rank import TrainerRank
 from slipstream.types import WeightVersion
+
+TELL_S = 0.2
+"""Between two reports that it works."""
 
 
 class WeightSink(Protocol):
@@ -36,12 +40,27 @@ class WeightSink(Protocol):
 
 
 class TrainerWorker:
-    def __init__(self, rank: TrainerRank, weights: WeightSink | None, say: Callable[[FromTrainer], None]) -> None:
+    def __init__(
+        self,
+        rank: TrainerRank,
+        weights: WeightSink | None,
+        say: Callable[[FromTrainer], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`weights`: None for a rank that only takes part."""
-        self._rank, self._weights, self._say = rank, weights, say
+        self._rank, self._weights, self._say, self._clock = rank, weights, say, clock
         self._step: int | None = None
         """The one that groups were fed to, if any were."""
+        self._done = self._fed = 0
+        """Its response tokens: that have given their gradient, and all."""
         self._busy_s = 0.0
+        self._told_s = -TELL_S
+
+    def tell(self) -> None:
+        """That it works, unless it said so a moment ago."""
+        if self._clock() - self._told_s >= TELL_S:
+            self._told_s = self._clock()
+            self._say(Working(self._step, self._done, self._fed))
 
     def obey(self, message: ToTrainer) -> None:
         started = time.perf_counter()
@@ -55,12 +74,12 @@ class TrainerWorker:
                 self._say(StepFinished(message.step, metrics, busy_s))
             case PublishWeights():
                 if self._weights is None:
-                    deque(self._rank.weights(), maxlen=0)  # all ranks go through them
+                    deque(self._told_of(self._rank.weights()), maxlen=0)  # all ranks go through them
                     return
-                version = self._weights.publish(self._rank.weights(), message.number)
+                version = self._weights.publish(self._told_of(self._rank.weights()), message.number)
                 self._say(WeightsPublished(version, time.perf_counter() - started))
             case SaveState():
-                path = self._rank.save(message.step, message.run_state)
+                path = self._rank.save(message.step, message.run_state, message.files)
                 if path is not None:
                     self._say(StateSaved(message.step, path, time.perf_counter() - started))
 
@@ -69,12 +88,24 @@ class TrainerWorker:
             self._rank.begin_step()
             self._step = message.step
         assert self._step == message.step, f"step {self._step} is under way, not {message.step}"
-        self._rank.feed(message.samples)
+        self._fed += sum(len(sample.response_ids) for sample in message.samples)
+        self._rank.feed(message.samples, self._see_progress)
+        self.tell()
 
     def _finish(self, message: FinishStep) -> dict[str, float]:
         assert self._step in (None, message.step), f"step {self._step} is under way, not {message.step}"
         if self._step is None:
             self._rank.skip_step()
             return {}
-        self._step = None
-        return self._rank.finish_step()
+        metrics = self._rank.finish_step(self._see_progress)
+        self._step, self._done, self._fed = None, 0, 0
+        return metrics
+
+    def _see_progress(self, num_done: int, num_fed: int) -> None:
+        self._done = num_done
+        self.tell()
+
+    def _told_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for one in weights:
+            yield one
+            self.tell()

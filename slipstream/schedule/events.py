@@ -168,6 +168,8 @@ class RolloutsAsked:
 
     step: int
     rollouts: tuple[tuple[str, str], ...]
+    tokens: tuple[tuple[str, int], ...] = ()
+    """(rollout, tokens that it has already), of those that an earlier run began."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,13 +117,14 @@ class Fleet:
 
     def _place(self, asked: RolloutsAsked) -> list[FleetAction]:
         forecasts: dict[str, float] = {}
-        rollouts = []
+        known, rollouts = dict(asked.tokens), []
         for uid, prompt in asked.rollouts:
             if self._forecast is not None:
                 length = self._forecast(uid, prompt)
             else:
                 length = forecasts.get(prompt) or forecasts.setdefault(prompt, self._forecaster.forecast(prompt))
             rollout = self._rollouts[uid] = FleetRollout(uid, prompt, prompt, asked.step, length, next(self._numbers))
+            rollout.num_tokens = known.get(uid, 0)
             rollouts.append(rollout)
         self._steps.begin(rollouts)
         place = PLACEMENTS[self.rules.placement]

@@ -174,7 +174,7 @@ def _split(asked: RolloutsAsked) -> tuple[RolloutsAsked | None, RolloutsAsked]:
     prompts = dict.fromkeys(prompt for _, prompt in asked.rollouts)
     early = set(list(prompts)[: int(OVERSAMPLED * len(prompts))])
     parts = (
-        RolloutsAsked(asked.step, tuple(one for one in asked.rollouts if (one[1] in early) == is_early))
+        RolloutsAsked(asked.step, tuple(one for one in asked.rollouts if (one[1] in early) == is_early), asked.tokens)
         for is_early in (True, False)
     )
     first, others = parts

@@ -1,7 +1,8 @@
 """Checkpoints on disk: `checkpoints/step_N/` in the run folder, and the text file `latest` that names the newest.
 
 Owns their layout, their integrity and their removal; not what the run puts into `run_state`. A checkpoint is a Hugging
-Face folder (float32 safetensors, config, tokenizer) with `trainer.pt`, `run_state.json` and `manifest.json` beside.
+Face folder (float32 safetensors, config, tokenizer) with `trainer.pt`, `run_state.json` and `manifest.json` beside, and
+files that the run gives it.
 
 Invariants: a folder called step_N is complete (it is written under a temporary name, flushed, then renamed); at every
 moment of a save at least one earlier checkpoint is whole; older ones go only after the new one is on the disk.
@@ -14,6 +15,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +55,12 @@ def save_checkpoint(
     run_state: dict[str, Any],
     keep_last: int,
     weights: dict[str, torch.Tensor] | None = None,
+    files: Mapping[str, bytes] = {},
 ) -> Path:
     """Write step_N, point `latest` at it, and remove all but the newest `keep_last` checkpoints up to step N.
 
     Later steps (from before a resume of an earlier one) are left alone. `run_state` must be JSON. `weights`: instead of
-    the model's own, which may be a part of them.
+    the model's own, which may be a part of them. `files`: others that go with them, by name.
     """
     folder = run_dir / "checkpoints"
     target = folder / f"step_{step}"
@@ -70,6 +73,8 @@ def save_checkpoint(
         tokenizer.save_pretrained(partial)
         _save_tensors(trainer_state, partial / TRAINER_STATE)
         (partial / RUN_STATE).write_text(json.dumps(run_state, indent=1))
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
         manifest = {"step": step, "files": {name: _fingerprint(partial / name) for name in _files_under(partial)}}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
         _flush_tree(partial)

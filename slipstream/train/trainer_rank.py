@@ -8,7 +8,7 @@ that is not finite, a wrong call) is raised by all; if one dies, the others rais
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ class TrainerRank:
         that have no use for them drop them: `for _ in rank.weights(): pass`."""
         return whole_weights(self._trainer.model)
 
-    def save(self, step: int, run_state: dict[str, Any]) -> Path | None:
+    def save(self, step: int, run_state: dict[str, Any], files: Mapping[str, bytes] = {}) -> Path | None:
         """Write a checkpoint of all ranks into the run's folder; where it is, on the first rank.
 
         The first rank's host holds the whole weights and moments meanwhile.
@@ -112,6 +112,7 @@ class TrainerRank:
             trainer_state=trainer_state,
             run_state=run_state,
             keep_last=self._config.run.keep_last,
+            files=files,
         )
 
     def save_model(self, folder: Path) -> None:

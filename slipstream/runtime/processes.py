@@ -191,13 +191,20 @@ def _live(connection: Connection, log_file: Path, num_threads: int, work: Work, 
         os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log
         faulthandler.enable(log)
-        import torch
-
-        torch.set_num_threads(num_threads)
+        use_threads(num_threads)
         try:
             work(Pipe(connection), *arguments)
         except PipeClosed:
             return
+
+
+def use_threads(num_threads: int) -> None:
+    """In this process, whoever computes: the engine's own kernels on a CPU have threads beside torch's."""
+    import numba
+    import torch
+
+    torch.set_num_threads(num_threads)
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
 
 
 def _end_with_parent() -> None:

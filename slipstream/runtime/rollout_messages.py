@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
 from slipstream.engine.strategy import DraftCounts
 from slipstream.types import Request, Rollout, WeightVersion
+
+EVALUATION = "eval/"
+"""How the names of groups of held-out prompts begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,8 @@ class Spent:
     weights_s: float = 0.0
     idle_s: float = 0.0
     """With nothing to sample."""
+    evaluation_s: float = 0.0
+    """Of all that held-out prompts take: by their share of the sequences."""
 
     def __add__(self, other: Spent) -> Spent:
         return Spent(
@@ -100,7 +106,22 @@ class Spent:
             self.graph_s + other.graph_s,
             self.weights_s + other.weights_s,
             self.idle_s + other.idle_s,
+            self.evaluation_s + other.evaluation_s,
         )
+
+
+Paces = tuple[tuple[int, int, float], ...]
+"""(steps, their sequences summed up, their seconds), of steps with 1 sequence, 2 or 3, 4 to 7 and so on; prompts that
+they computed beside are in the seconds."""
+
+
+def sum_paces(several: Iterable[Paces]) -> Paces:
+    found: dict[int, tuple[int, int, float]] = {}
+    for steps, sequences, seconds in (one for paces in several for one in paces):
+        size = (sequences // steps).bit_length()
+        before = found.get(size, (0, 0, 0.0))
+        found[size] = before[0] + steps, before[1] + sequences, before[2] + seconds
+    return tuple(found[size] for size in sorted(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +133,8 @@ class Beat:
     """Sampled meanwhile."""
     drafts: DraftCounts | None = None
     """What came of drafts since it last said, if it drafts."""
+    paces: Paces = ()
+    """How fast its steps were meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

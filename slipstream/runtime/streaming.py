@@ -106,7 +106,7 @@ def stream(
             return start(name, log_file, worker_threads(config), sample_in_process, config, weights_folder, name)
 
         # How many threads it has is part of what a sum on a CPU comes out as: as many as this process would train with.
-        num_threads = max(1, torch.get_num_threads() // config.train.ranks)
+        num_threads = config.train.threads or max(1, torch.get_num_threads() // config.train.ranks)
         rendezvous = f"file://{stack.enter_context(TemporaryDirectory())}/ranks"
         trainers = []
         for rank in range(config.train.ranks):
@@ -116,13 +116,19 @@ def stream(
             trainers.append(start(name, log_file, num_threads, *work))
             stack.callback(trainers[-1].close)
             ledger.arrive(name, time.monotonic(), rest="rollout wait")
+        groups = OpenGroups(parts.grader, parts.tokenizer, config.seed, bell.ring)
+
+        def note(item: Item) -> None:
+            write(time.time(), item)
+
         pool = Pool(
             MODES[config.mode],
             config.rollout.workers,
             start_worker,
             silence_s=config.rollout.silence_s,
             ledger=ledger,
-            note=lambda event: write(time.time(), event),
+            note=note,
+            is_grading=lambda: groups.num_in_grading > 0,
             say=parts.console.note,
         )
         stack.callback(pool.close)
@@ -132,7 +138,7 @@ def stream(
             trainers=trainers,
             ledger=ledger,
             bell=bell,
-            groups=OpenGroups(parts.grader, parts.tokenizer, config.seed),
+            groups=groups,
             history=parts.history,
             prompts=parts.prompts,
             eval_sets=parts.eval_sets,
@@ -143,6 +149,7 @@ def stream(
             rows={first.step: row},
             kept_state=parts.kept_state,
             stop_reason=stop_reason,
+            note=note,
         )
         stack.callback(world.close)
         return drive(Pipeline(config), world, first, time.time, write_events)

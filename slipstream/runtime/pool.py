@@ -30,11 +30,9 @@ from slipstream.runtime.rollout_messages import (
     HasWeights,
     Here,
     Leave,
-    Paces,
     SampleGroup,
     Spent,
     TakeWeights,
-    sum_paces,
 )
 from slipstream.schedule.events import (
     CloseStep,
@@ -51,6 +49,7 @@ from slipstream.schedule.events import (
 )
 from slipstream.schedule.fleet import Fleet
 from slipstream.schedule.rules import Rules
+from slipstream.schedule.speeds import Paces, sum_paces
 from slipstream.types import Request, Rollout, WeightVersion
 
 START_S = 600.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
 from slipstream.engine.strategy import DraftCounts
+from slipstream.schedule.speeds import Paces
 from slipstream.types import Request, Rollout, WeightVersion
 
 EVALUATION = "eval/"
@@ -108,20 +108,6 @@ class Spent:
             self.idle_s + other.idle_s,
             self.evaluation_s + other.evaluation_s,
         )
-
-
-Paces = tuple[tuple[int, int, float], ...]
-"""(steps, their sequences summed up, their seconds), of steps with 1 sequence, 2 or 3, 4 to 7 and so on; prompts that
-they computed beside are in the seconds."""
-
-
-def sum_paces(several: Iterable[Paces]) -> Paces:
-    found: dict[int, tuple[int, int, float]] = {}
-    for steps, sequences, seconds in (one for paces in several for one in paces):
-        size = (sequences // steps).bit_length()
-        before = found.get(size, (0, 0, 0.0))
-        found[size] = before[0] + steps, before[1] + sequences, before[2] + seconds
-    return tuple(found[size] for size in sorted(found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,12 @@ from slipstream.runtime.rollout_messages import (
     Grown,
     HasWeights,
     Leave,
-    Paces,
     SampleGroup,
     Spent,
     TakeWeights,
     ToRolloutWorker,
-    sum_paces,
 )
+from slipstream.schedule.speeds import Paces, sum_paces
 from slipstream.types import Request, WeightVersion
 
 TELL_S = 0.5

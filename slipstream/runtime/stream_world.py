@@ -25,7 +25,7 @@ from slipstream.runtime.drafting import draft_metrics, past_texts, remember
 from slipstream.runtime.evaluation import EvaluationRound
 from slipstream.runtime.pool import Pool, WorkerBroke, WorkerLink
 from slipstream.runtime.processes import Doorbell
-from slipstream.runtime.rollout_messages import EVALUATION, Paces
+from slipstream.runtime.rollout_messages import EVALUATION
 from slipstream.runtime.rollouts import GradedGroup, OpenGroups, metrics_of, scored_fact, store_groups, train_samples
 from slipstream.runtime.trainer_messages import (
     FeedSamples,
@@ -62,7 +62,7 @@ from slipstream.schedule.events import (
     WorkersWanted,
 )
 from slipstream.schedule.order import PromptOrder
-from slipstream.schedule.speeds import curve_of_paces
+from slipstream.schedule.speeds import Paces, curve_of_paces
 from slipstream.tasks.grading import check_faults
 from slipstream.types import Prompt, Rollout, SamplingParams
 

@@ -48,10 +48,23 @@ def _line(points: tuple[tuple[int, float], ...], x: int, goes_on: bool) -> float
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-def curve_of_paces(paces: Iterable[tuple[int, int, float]]) -> SpeedCurve:
-    """From (steps, their sequences summed up, their seconds) of steps with about as many sequences; one size at least.
+Paces = tuple[tuple[int, int, float], ...]
+"""(steps, their sequences summed up, their seconds), of steps with 1 sequence, 2 or 3, 4 to 7 and so on; prompts that
+they computed beside are in the seconds."""
 
-    Where larger steps were no slower, by chance, both have the time of all of them: a curve must grow."""
+
+def sum_paces(several: Iterable[Paces]) -> Paces:
+    found: dict[int, tuple[int, int, float]] = {}
+    for steps, sequences, seconds in (one for paces in several for one in paces):
+        size = (sequences // steps).bit_length()
+        before = found.get(size, (0, 0, 0.0))
+        found[size] = before[0] + steps, before[1] + sequences, before[2] + seconds
+    return tuple(found[size] for size in sorted(found))
+
+
+def curve_of_paces(paces: Paces) -> SpeedCurve:
+    """From steps of one size at least. Where larger steps were no slower, by chance, both have the time of all of them:
+    a curve must grow."""
     merged: list[tuple[int, int, float]] = []
     for one in sorted(paces, key=lambda pace: pace[1] / pace[0]):
         merged.append(one)

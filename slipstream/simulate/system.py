@@ -19,6 +19,8 @@ class System:
     """Generation and training take turns on all GPUs; else each has its own."""
     streams: bool = False
     """Groups are trained as they are done; else a step at once."""
+    in_order: bool = False
+    """Of these, in the order in which they were asked for (train.deterministic)."""
     drafts: tuple[tuple[int, float], ...] = ()
     """(sequences, times the tokens a second with drafts, all told); none if empty."""
     pace: Pace = field(default_factory=Pace)

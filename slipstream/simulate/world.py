@@ -88,10 +88,12 @@ class World:
         train_s = costs.train_gpu_s / self._train_gpus
         self._trainer = SimulatedTrainer(system.streams, train_s, costs.update_s, costs.micro_batch_tokens)
         self._groups: dict[str, _Group] = {}
+        self._in_turn: dict[int, tuple[dict[int, _Group], int]] = {}
+        """By step: groups that are done and wait for earlier ones, and whose turn it is."""
         for ask in self._asks:
             here: dict[str, _Group] = {}
             for uid, prompt in ask.rollouts:
-                group = self._groups[uid] = here.setdefault(prompt, _Group(ask.step))
+                group = self._groups[uid] = here.setdefault(prompt, _Group(ask.step, len(here)))
                 group.num_left += 1
                 group.num_tokens += self._to_train[uid]
         self._curve = SpeedCurve(costs.curve.points, system.drafts) if system.drafts else costs.curve
@@ -296,7 +298,15 @@ class World:
             happen()
 
     def _take_in(self, group: _Group) -> None:
-        self._trainer.take_in(group.step, group.num_tokens, self.now_s)
+        if not self._system.in_order:
+            self._trainer.take_in(group.step, group.num_tokens, self.now_s)
+            return
+        waiting, place = self._in_turn.setdefault(group.step, ({}, 0))
+        waiting[group.place] = group
+        while place in waiting:
+            self._trainer.take_in(group.step, waiting.pop(place).num_tokens, self.now_s)
+            place += 1
+        self._in_turn[group.step] = waiting, place
 
     def _close(self, action: CloseStep) -> None:
         self._closed[action.step] = action.rollouts
@@ -383,5 +393,7 @@ class World:
 @dataclass(slots=True)
 class _Group:
     step: int
+    place: int
+    """Among the groups of its step."""
     num_left: int = 0
     num_tokens: float = 0.0

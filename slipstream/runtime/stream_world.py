@@ -123,6 +123,8 @@ class StreamWorld:
         self._asked_s: dict[int, float] = {}
         self._sampled_s: dict[int, float] = {}
         """By step: when its last rollout so far ended."""
+        self._graded_s: dict[int, float] = {}
+        """And when its last grades so far were there."""
         self._recorded_s: float | None = None
         self._evaluate_s = 0.0
         self._bars: dict[str, tuple[ExitStack, Advance]] = {}
@@ -218,6 +220,7 @@ class StreamWorld:
                 return self._evaluated() if self._evaluation.is_done else []
             return []
         fact = scored_fact(group)
+        self._graded_s[fact.step] = time.perf_counter()
         self._scored.setdefault(fact.step, {})[fact.position] = group
         return [fact]
 
@@ -270,7 +273,7 @@ class StreamWorld:
         row |= draft_metrics(self._pool.take_drafts())
         sampled_s = self._sampled_s.pop(step)
         row["timing_s/gen"] = sampled_s - self._asked_s.pop(step)
-        row["timing_s/reward"] = time.perf_counter() - sampled_s
+        grading_s = row["timing_s/reward"] = self._graded_s.pop(step) - sampled_s
         behind = [step - 1 - result.rollout.first_version for result in results]
         row["rollout/staleness"] = sum(behind) / len(behind)
         row["train/groups"] = float(len(action.positions))
@@ -278,7 +281,7 @@ class StreamWorld:
         self._feed(step, left)
         if not self._num_trained_on:
             self._console.note(f"step {step}: no group with a reward signal; the weights stay as they are")
-        self._tell_trainers(FinishStep(step, time.perf_counter() - sampled_s))
+        self._tell_trainers(FinishStep(step, grading_s))
         del self._scored[step]
         self._fed, self._num_trained_on = set(), 0
 

@@ -23,7 +23,7 @@ class FinishStep:
 
     step: int
     grading_s: float = 0.0
-    """For so long all rollouts had ended and grades were missing, until now."""
+    """For so long all rollouts had ended and grades were missing, until a moment ago."""
 
 
 @dataclass(frozen=True, slots=True)

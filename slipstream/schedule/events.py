@@ -332,6 +332,11 @@ BY_NAME: dict[str, type] = {
 }
 
 
+FLEET = (WorkerJoined, WorkerLeft, HandedBack, Sample, TakeBack, WorkersWanted, WorkersPaced)
+"""What a run with workers writes into its event log beside what the scheduler hears and says; of Sample only where a
+rollout goes on elsewhere."""
+
+
 def to_record(item: Item) -> tuple[str, dict[str, Any]]:
     """(name, fields) for the event log."""
     return type(item).__name__, asdict(item)

@@ -1,116 +1,152 @@
-"""Modes side by side on one machine: seconds of a step, measured and simulated, and where the time of devices went.
+"""Modes side by side on one machine: seconds of a step, measured and foretold, and where the time of devices went.
 
-    python benchmarks/modes.py --steps 12 --out benchmarks/results/modes.json
-    python benchmarks/modes.py --recipe smollm2-reasoner.yaml --modes colocated,async --workers 4 train.steps=20
+    python benchmarks/modes.py --out benchmarks/results/modes.json
 
-One run of the recipe for each mode, one after the other, on the same prompts. The simulation of a mode knows what its
-run knew before its first step, which is how fast its workers decode by the number of sequences, and of the run itself
-how long rollouts came to be and what training took a token; when steps are done is what it has to find out. The first
-steps, in which pipelines fill, do not count.
+On two cores: sampling and training each have one where they have processes of their own; in one process they have both,
+or, to compare the same core's work, one. The task has a long tail and a warm start that gets some of it right, which is
+made once for all. `sync` also runs with its groups trained in the order of their prompts (train.deterministic), and
+what that costs is the price of the canonical order.
+
+Two things are foretold, and neither has seen the time it tells. "From its stages": how long engine steps, training,
+grading and weights took in the run's first half, as they ran beside each other, and when the steps of its second half
+are then done (`slipstream simulate --against`). "From one process": the same of the colocated run on one core, taken
+for devices of their own (the table of `slipstream report`); it knows nothing of what processes cost each other.
+Steps count from the third on, when pipelines are full.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slipstream.models.precision import resolve_precision
-from slipstream.observe.ledger import balance, shares
+from slipstream.observe.ledger import shares
 from slipstream.observe.store import RunStore
 from slipstream.runtime.benches import describe_machine
-from slipstream.schedule.rules import MODES
-from slipstream.schedule.speeds import SpeedCurve
-from slipstream.simulate.against import GENERATION, TRAINING, WHOLE, read_recorded
+from slipstream.simulate.against import foretell, read_recorded
 from slipstream.simulate.outcome import FILLING
-from slipstream.simulate.system import System
+from slipstream.simulate.streamed import foretell_streamed
 from slipstream.simulate.what_if import what_if
-from slipstream.simulate.world import simulate
 
 RECIPES = Path(__file__).parent.parent / "recipes"
+WORKLOAD = [
+    "tasks.train.0.params.min_length=3",
+    "tasks.train.0.params.max_length=9",
+    "sampling.max_new_tokens=256",
+    "train.micro_batch_tokens=2048",
+    *("eval.every=0", "eval.before_train=false", "tasks.eval={}", "run.save_every=1000"),
+]
+"""Of the quickstart: short lists and a few long ones."""
+APART = ["train.threads=1", "rollout.threads=1", "rollout.workers=1"]
+ONE_CORE = "colocated, one core"
+CASES = {
+    "colocated": ["mode=colocated"],
+    ONE_CORE: ["mode=colocated", "train.threads=1"],
+    "sync": ["mode=sync", *APART],
+    "sync, canonical order": ["mode=sync", *APART, "train.deterministic=true"],
+    "async": ["mode=async", *APART],
+}
 
 
-def train(recipe: Path, folder: Path, mode: str, workers: int, overrides: list[str]) -> None:
-    command = [sys.executable, "-c", "from slipstream.cli import main; main()", "train", str(recipe)]
-    settings = [f"run.dir={folder}", f"mode={mode}", "eval.every=0", "eval.before_train=false", "run.save_every=1000"]
-    if mode != "colocated":
-        settings.append(f"rollout.workers={workers}")
-    subprocess.run([*command, *settings, "tasks.eval={}", *overrides], check=True)
+def train(folder: Path, settings: list[str]) -> float:
+    """CPU-seconds that it took."""
+    command = [sys.executable, "-c", "from slipstream.cli import main; main()", "train"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*command, str(RECIPES / "quickstart.yaml"), f"run.dir={folder}", *settings], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def simulated_s(folder: Path, mode: str, workers: int) -> float:
-    """Of a step, as the simulator has it."""
-    if mode == "colocated":
-        return what_if(folder)[0].step_s
+def measure(folder: Path, case: str) -> dict[str, Any]:
     recorded = read_recorded(folder)
-    with RunStore(folder, read_only=True) as store:
-        joined = store.events("WorkerJoined")[0].payload
-    steps = [recorded.rollouts[step] for step in recorded.steps]
-    curve = SpeedCurve(tuple((int(batch), float(seconds)) for batch, seconds in joined["points"]))
-    weights_s = statistics.fmean(recorded.metrics["timing_s/update_weights"].values())
-    costs = recorded.costs(curve, joined["slots"], weights_s)
-    return simulate(System(MODES[mode], streams=True), costs, steps, num_gpus=workers + 1, train_gpus=1).step_s
-
-
-def measure(folder: Path, mode: str, workers: int) -> dict[str, Any]:
-    recorded = read_recorded(folder)
-    counted = recorded.steps[FILLING:]
-    times = [recorded.metrics[WHOLE][step] for step in counted]
     with RunStore(folder, read_only=True) as store:
         ledger, rewards = store.ledger(), store.metrics_by_name()["reward/mean"]
-        wall_s = store.events("Record")[-1].at_s - store.events("RunBegan")[0].at_s
-    measured_s, told_s = statistics.fmean(times), simulated_s(folder, mode, workers)
-    by_device = shares(ledger)
+        trained_s = [event.at_s for event in store.events("StepTrained")]
+    times = [later - earlier for earlier, later in pairwise(trained_s)][FILLING - 1 :]
+    counted = sorted(recorded.rollouts)[FILLING:]
+    num_tokens = sum(sum(recorded.rollouts[step].lengths.values()) for step in counted)
+    lengths = sorted(length for step in counted for length in recorded.rollouts[step].lengths.values())
+    if recorded.mode == "colocated":
+        phases, num_steps = foretell(folder)
+        told = {"measured_s": phases[-1].measured_s, "foretold_s": phases[-1].foretold_s, "steps": num_steps}
+    else:
+        streamed = foretell_streamed(folder)
+        told = {"measured_s": streamed.measured_s, "foretold_s": streamed.foretold_s, "steps": streamed.num_steps}
     return {
-        "mode": mode,
-        "step_s": measured_s,
+        "case": case,
+        "step_s": statistics.fmean(times),
         "step_s_spread": statistics.stdev(times),
-        "simulated_s": told_s,
-        "error": told_s / measured_s - 1,
-        "gen_s": statistics.fmean(recorded.metrics[GENERATION][step] for step in counted),
-        "train_s": statistics.fmean(recorded.metrics[TRAINING][step] for step in counted),
-        "last_reward": statistics.fmean([rewards[step] for step in recorded.steps[-3:]]),
-        "ledger": by_device,
-        "ledger_of_wall": {
-            device: balance([one for one in ledger if one.device == device], wall_s) for device in by_device
-        },
+        "step_s_error": statistics.stdev(times) / len(times) ** 0.5,
+        "ms_a_token": 1e3 * sum(times) / num_tokens,
+        "steps_s": times,
+        "median_length": statistics.median(lengths),
+        "p99_length": lengths[int(0.99 * len(lengths))],
+        "reward": statistics.fmean(rewards[step] for step in counted),
+        "from_its_stages": told | {"error": told["foretold_s"] / told["measured_s"] - 1},
+        "ledger": shares(entry for entry in ledger if entry.step > FILLING),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="quickstart.yaml")
-    parser.add_argument("--modes", default="colocated,sync,async")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--keep", type=Path, help="a new folder for the runs; without it they are removed")
+    parser.add_argument("--cases", default=";".join(CASES), help="some of the cases, with ; between")
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--keep", type=Path, help="a folder for the runs; without it they are removed")
+    parser.add_argument("--model", help="a checkpoint to start from instead of making one")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="of the recipe, for all runs")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    record = describe_machine(device, resolve_precision("auto", device)) | {"what": "benchmarks/modes.py", "rows": []}
-    record |= {"recipe": arguments.recipe, "workers": arguments.workers, "overrides": arguments.overrides}
+    device, started_s = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.time()
+    record: dict[str, Any] = describe_machine(device, resolve_precision("auto", device))
+    record |= {"what": "benchmarks/modes.py", "overrides": arguments.overrides, "load_at_start": os.getloadavg()[0]}
+    rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        parent = arguments.keep or Path(temporary)
-        for mode in arguments.modes.split(","):
-            folder = parent / mode
-            overrides = [f"train.steps={arguments.steps}", *arguments.overrides]
-            train(RECIPES / arguments.recipe, folder, mode, arguments.workers, overrides)
-            row = measure(folder, mode, arguments.workers)
-            record["rows"].append(row)
-            print(
-                f"{mode}: {row['step_s']:.2f} s a step (+-{row['step_s_spread']:.2f}), "
-                f"simulated {row['simulated_s']:.2f} ({row['error']:+.0%}); reward at the end {row['last_reward']:.2f}",
-                flush=True,
-            )
+        parent, settings = arguments.keep or Path(temporary), [*WORKLOAD, *arguments.overrides]
+        model = arguments.model
+        if model is None:
+            train(parent / "warm", [*settings, "train.steps=0"])
+            model = parent / "warm" / "checkpoints" / "step_0"
+        settings += [f"model={model}", "warmup=null", f"train.steps={arguments.steps}"]
+        for case in arguments.cases.split(";"):
+            folder = parent / case.replace(", ", "-").replace(" ", "-")
+            cpu_s = train(folder, [*settings, *CASES[case]])
+            row = rows[case] = measure(folder, case) | {"cpu_s_a_step": cpu_s / arguments.steps}
+            if ONE_CORE in rows and row["ledger"].keys() != {"local"}:
+                alone = {(one.mode, one.rollout_devices): one for one in what_if(parent / "colocated-one-core")}
+                foretold_s = alone[case.partition(",")[0], 1].step_s
+                row["from_one_process"] = {"foretold_s": foretold_s, "error": foretold_s / row["step_s"] - 1}
+            record |= {"rows": list(rows.values()), "load_at_end": os.getloadavg()[0]}
+            if {"sync", "sync, canonical order"} <= rows.keys():
+                plain, ordered = (rows[name]["ms_a_token"] for name in ("sync", "sync, canonical order"))
+                record["price_of_canonical_order"] = ordered / plain - 1
+            record["wall_s"] = time.time() - started_s
             arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+            print(describe(row), flush=True)
+    if "price_of_canonical_order" in record:
+        print(f"price of the canonical order: {record['price_of_canonical_order']:+.1%} of a token's time")
+
+
+def describe(row: dict[str, Any]) -> str:
+    stages = row["from_its_stages"]
+    line = f"{row['case']}: {row['step_s']:.2f} s a step (+-{row['step_s_spread']:.2f} from step to step), "
+    line += f"{row['ms_a_token']:.3f} ms a token; second half {stages['measured_s']:.2f} s, "
+    line += f"from its stages {stages['foretold_s']:.2f} ({stages['error']:+.0%})"
+    if "from_one_process" in row:
+        line += f", from one process {row['from_one_process']['foretold_s']:.2f}"
+        line += f" ({row['from_one_process']['error']:+.0%} of all steps)"
+    return line
 
 
 if __name__ == "__main__":

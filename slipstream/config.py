@@ -111,11 +111,22 @@ class EngineSettings(Section):
     that and its weights. Costs a new capture of the CUDA graphs every step; for models that do not fit otherwise."""
 
 
+class Scale(Section):
+    """Bounds within which a run chooses the number of its rollout workers by itself."""
+
+    min: int = Field(1, ge=1)
+    max: int = Field(ge=1)
+
+
 class RolloutSettings(Section):
     """The processes that sample, where sampling has some of its own."""
 
     workers: int = Field(1, ge=1)
     """Processes with an engine each. With mode=colocated the engine is in the process that trains."""
+    scale: Scale | None = None
+    """{min: 1, max: 4}: the run starts with `workers`, adds one where training waits for rollouts, and gives one back
+    where fewer would keep up or the last one added saved nothing. None: as many as `workers` and `slipstream scale`
+    say."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of each; None: the cores of this machine, shared out."""
     silence_s: float = Field(60.0, gt=0)
@@ -216,6 +227,10 @@ class Training(Section):
     """A process that trains and says nothing for so long hangs: it is killed, and the run goes on from its last
     checkpoint (mode=sync, async, rhyme). It speaks after every micro-batch; must be longer than the longest of these
     and than writing a checkpoint takes."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of each rank, and of everything with mode=colocated; None: the cores of this machine, shared out
+    among ranks. Where others sample on the same cores: what rollout.threads x rollout.workers leaves. With another
+    number sums on a CPU have other last bits."""
     deterministic: bool = False
     """The same samples give the same weights, bit for bit. On a GPU by slower kernels; on a CPU they always do. Where
     groups are trained on as they come (mode=sync, async, rhyme): in the order of their prompts."""
@@ -311,6 +326,8 @@ class Config(Section):
                     "runtime=ray runs processes on a cluster, and mode=colocated has none: write mode=sync (the same "
                     "weights, bit for bit on a CPU with train.deterministic=true), async or rhyme, or runtime=local"
                 )
+            if self.rollout.scale is not None:
+                raise ValueError("rollout.scale needs mode=sync, async or rhyme: colocated has one engine, here")
             if self.train.ranks > 1:
                 raise ValueError("train.ranks > 1 needs mode=sync, async or rhyme: colocated trains in this process")
             return self
@@ -325,6 +342,15 @@ class Config(Section):
             )
         if self.mode == "rhyme" and self.rollout.workers < 2:
             raise ValueError("mode=rhyme shares rollouts out among workers by length: write rollout.workers=2 or more")
+        scale = self.rollout.scale
+        if scale is not None:
+            if not scale.min <= self.rollout.workers <= scale.max:
+                raise ValueError(
+                    f"rollout.workers={self.rollout.workers} is where rollout.scale starts from: write a number from "
+                    f"{scale.min} to {scale.max}, or other bounds"
+                )
+            if self.mode == "rhyme" and scale.min < 2:
+                raise ValueError("mode=rhyme shares rollouts out among workers by length: write rollout.scale.min=2")
         return self
 
     @property

@@ -77,7 +77,7 @@ PURE = {
     "simulate": [
         f"slipstream.simulate.{name}"
         for name in (
-            *("against", "costs", "outcome", "pace", "planning", "show", "study"),
+            *("against", "costs", "outcome", "pace", "planning", "show", "streamed", "study"),
             *("system", "systems", "trainer", "what_if", "worker", "workloads", "world"),
         )
     ],

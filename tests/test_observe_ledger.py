@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.observe.ledger import ACCOUNTS, IDLE, Entry, Ledger, balance, shares, split_decoding
+from slipstream.observe.ledger import (
+    ACCOUNTS,
+    IDLE,
+    KEPT_WAITS,
+    Entry,
+    Ledger,
+    Waits,
+    balance,
+    shares,
+    split_decoding,
+)
 from slipstream.observe.store import RunStore
 
 SPENT = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.sampled_from([*ACCOUNTS][:-1]), st.floats(0, 1)), max_size=8)
@@ -102,3 +112,15 @@ def test_the_store_keeps_it_and_a_resume_forgets_later_steps(tmp_path) -> None:
         store.forget_after(2, 2)
     with RunStore(tmp_path, read_only=True) as store:
         assert store.ledger() == [Entry(1, "a", "decode", 1.0), Entry(2, "a", "decode", 7.0)]
+
+
+def test_what_was_waited_for_is_known_afterwards() -> None:
+    waits = Waits()
+    for now_s, account in ((0.0, "tail wait"), (4.0, "tail wait"), (10.0, "reward wait"), (11.0, "training wait")):
+        waits.note(account, now_s)
+    assert waits.split(8.0, 13.0) == {"tail wait": 2.0, "reward wait": 1.0, "training wait": 2.0}
+    assert waits.split(-5.0, 1.0) == {"tail wait": 6.0}, "as at first, before anything was noted"
+    assert waits.split(12.0, 12.0) == {}
+    for step in range(3 * KEPT_WAITS):
+        waits.note(("tail wait", "training wait")[step % 2], 20.0 + step)
+    assert sum(waits.split(100.0, 130.0).values()) == pytest.approx(30.0)

@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 from slipstream.engine.engine import Engine
 from slipstream.models.weights import fingerprint, named_weights, write_weights
-from slipstream.observe.ledger import Ledger
+from slipstream.observe.ledger import Ledger, shares
 from slipstream.runtime.pool import MAX_LOSSES, Pool, WorkerBroke
-from slipstream.runtime.rollout_messages import Broke, GiveBack, Grown, Here, SampleGroup, Spent
+from slipstream.runtime.rollout_messages import Beat, Broke, GiveBack, Grown, Here, SampleGroup, Spent
 from slipstream.runtime.rollout_worker import PastTexts, RolloutWorker
-from slipstream.schedule.events import FleetEvent, WorkerJoined, WorkerLeft
+from slipstream.schedule.allocation import Allocator, StepSeen
+from slipstream.schedule.events import Item, Sample, WorkerJoined, WorkerLeft
 from slipstream.schedule.rules import MODES
 from slipstream.types import Request, Rollout, WeightVersion
 
@@ -95,15 +96,16 @@ class Stage:
     """A pool and what is played on it."""
 
     def __init__(self, mode: str, num_workers: int, silence_s: float = 60.0, shelf: Any = None) -> None:
-        self.clock, self.links, self.noted, self.said = Clock(), dict[str, LocalLink](), list[FleetEvent](), list[str]()
+        self.clock, self.links, self.noted, self.said = Clock(), dict[str, LocalLink](), list[Item](), list[str]()
         self.started: list[LocalLink] = []
         self.shelf = shelf or Shelf()
+        self.ledger = Ledger()
         self.pool = Pool(
             MODES[mode],
             num_workers,
             self.start,
             silence_s=silence_s,
-            ledger=Ledger(),
+            ledger=self.ledger,
             note=self.noted.append,
             say=self.said.append,
             clock=self.clock,
@@ -334,3 +336,97 @@ def test_seconds_go_to_accounts_and_none_is_lost() -> None:
     spent = sum((message.spent for message in said if hasattr(message, "spent")), Spent())
     assert spent.prefill_s + spent.decode_s + spent.weights_s + spent.idle_s == pytest.approx(6.6)
     assert spent.decode_s > spent.prefill_s > 0 and spent.idle_s > 1
+
+
+def test_held_out_prompts_have_an_account_of_their_own_by_their_share_of_the_sequences() -> None:
+    said: list[Any] = []
+    clock = Clock()
+
+    class Ticking(RolloutWorker):
+        """Each step takes 100 ms."""
+
+        def _lap(self) -> float:
+            clock.now_s += 0.1
+            return super()._lap()
+
+    worker = Ticking(engine_of(), Shelf(), PastTexts(), said.append, clock)
+    worker.obey(SampleGroup(tuple(group("eval/heldout/0/0", (5, 6, 7), 1, max_new_tokens=20))))
+    worker.obey(SampleGroup(tuple(group("1/0", (8, 6, 7), 3, max_new_tokens=20))))
+    while worker.has_work:
+        worker.step()
+    spent = sum((message.spent for message in said if isinstance(message, Beat)), Spent())
+    sampled_s = spent.prefill_s + spent.decode_s + spent.evaluation_s
+    assert spent.evaluation_s == pytest.approx(sampled_s / 4, rel=0.15) and spent.idle_s < 1
+    paces = [pace for message in said if isinstance(message, Beat) for pace in message.paces]
+    steps, sequences, seconds = (sum(column) for column in zip(*paces, strict=True))
+    assert sequences / steps == pytest.approx(4, abs=0.5) and seconds == pytest.approx(sampled_s)
+
+
+def test_a_worker_without_work_waits_for_others_for_grades_or_for_training() -> None:
+    """Every second is on one account."""
+    stage, grading = Stage("sync", 2), [False]
+    stage.pool._is_grading = lambda: grading[0]
+    stage.pool.give_weights(version_of(0))
+    stage.pool.ask(1, "prompt", group("1/0", (5, 6, 7), 1, max_new_tokens=30))  # one of the two has nothing to do
+    while stage.pool.has_work:
+        stage.advance()
+    for tick in range(20):
+        grading[0] = tick < 10
+        stage.advance()
+    found = shares(stage.ledger.close(1, stage.clock.now_s))
+    seconds = {device: sum(spent.values()) for device, spent in found.items()}
+    assert seconds == {"rollout-0": pytest.approx(1), "rollout-1": pytest.approx(1)}
+    idle = min(found.values(), key=lambda spent: spent.get("decode", 0.0))
+    for spent in found.values():
+        assert spent["reward wait"] == pytest.approx(spent["training wait"], rel=0.3)
+        assert spent.get("idle", 0.0) < 0.1
+    assert idle["tail wait"] > 0.3 and "decode" not in idle
+
+
+def test_a_run_that_may_choose_adds_a_worker_and_gives_it_back_and_no_rollout_is_harmed() -> None:
+    """Sampling takes long at first; later there is little to sample."""
+    stage, allocator = Stage("sync", 1), Allocator(1, 2)
+    stage.pool.give_weights(version_of(0))
+    asked: list[list[Request]] = []
+    ended: dict[str, Rollout] = {}
+    sizes, wishes = [], []
+    for step in range(1, 25):
+        began_s, num_groups = stage.clock.now_s, 4 if step <= 13 else 1
+        groups = [group(f"{step}/{place}", (5, 6, 7 + place), 3, max_new_tokens=4) for place in range(num_groups)]
+        for number, requests in enumerate(groups):
+            stage.pool.ask(1, f"prompt {number}", requests)
+        asked += groups
+        ended |= stage.until_done()
+        sizes.append(stage.pool.num_joined)
+        num_tokens = 12.0 * num_groups
+        seen = StepSeen(
+            step_s=stage.clock.now_s - began_s,
+            num_tokens=num_tokens,
+            busy_s=0.3 * num_tokens / SLOTS,
+            train_s=1.0,
+            num_workers=stage.pool.num_joined,
+            num_wanted=stage.pool.num_workers,
+        )
+        wish = allocator.observe(seen)
+        if wish is not None:
+            wishes.append(wish.num_workers)
+            stage.pool.resize(wish.num_workers)
+    assert wishes == [2, 1] and (sizes[0], max(sizes), sizes[-1]) == (1, 2, 1)
+    assert content(ended) == undisturbed(asked)
+    assert stage.pool.num_lost == 0
+    assert [event.reason for event in stage.noted if isinstance(event, WorkerLeft)] == ["it was told to leave"]
+
+
+def test_the_log_tells_where_rollouts_went_and_why_workers_were_lost() -> None:
+    stage = Stage("sync", 2, silence_s=2.0)
+    stage.pool.give_weights(version_of(0))
+    stage.pool.ask(1, "prompt", group("1/0", (5, 6, 7), 6, max_new_tokens=40))
+    for _ in range(12):
+        stage.advance()
+    stage.links["rollout-0"].hangs = True
+    stage.until_done()
+    lost = [event for event in stage.noted if isinstance(event, WorkerLeft)]
+    assert len(lost) == 1 and lost[0].reason == "it said nothing for 2 s" and lost[0].tokens
+    went = {(event.rollout, event.worker) for event in stage.noted if isinstance(event, Sample)}
+    assert {(uid, "rollout-1") for uid, num_tokens in lost[0].tokens if num_tokens} <= went
+    assert sum(isinstance(event, Sample) for event in stage.noted) < 12, "beginnings are not told"

@@ -94,3 +94,18 @@ def test_what_cannot_travel_is_told(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"pickle|lambda"):
         heard(link, bell)
     link.close()
+
+
+def tell_threads(pipe: Pipe) -> None:
+    import numba
+    import torch
+
+    pipe.say((torch.get_num_threads(), numba.get_num_threads()))
+    listen(pipe)
+
+
+def test_a_process_has_the_threads_it_was_given_for_torch_and_for_the_engines_own_kernels(tmp_path: Path) -> None:
+    bell = Doorbell()
+    link = Link("threads", tmp_path / "threads.log", 1, tell_threads, bell=bell)
+    assert heard(link, bell) == [(1, 1)]
+    link.close()

@@ -21,7 +21,7 @@ from slipstream.runtime.control import ask_for_workers, workers_asked_for
 from slipstream.runtime.folder import RunFolder
 from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.local import run_training
-from slipstream.schedule.events import WorkerJoined, WorkerLeft, from_record
+from slipstream.schedule.events import FLEET, from_record
 from slipstream.schedule.pipeline import Pipeline
 from slipstream.train.checkpoint import latest_checkpoint
 
@@ -91,6 +91,9 @@ def test_a_synchronous_run_with_two_workers_has_the_weights_of_a_colocated_one(c
     accounts = {(one.device, one.account) for one in ledger}
     assert {("rollout-0", "decode"), ("rollout-1", "decode"), ("trainer", "training")} <= accounts
     assert not any(one.account == "training" for one in ledger if one.device != "trainer")
+    assert {("rollout-0", "evaluation"), ("rollout-0", "training wait"), ("trainer", "reward wait")} <= accounts
+    idle_s = sum(one.seconds for one in ledger if one.account == "idle")
+    assert idle_s < 0.02 * sum(seconds), "what is waited for has a name"
     assert {"rollout-0.log", "rollout-1.log", "trainer.log"} == {
         path.name for path in (tmp_path / "run" / "logs").iterdir()
     }
@@ -105,7 +108,7 @@ def test_events_replayed_give_the_same_actions(tmp_path: Path) -> None:
         items = [from_record(event.name, event.payload) for event in store.events()]
     pipeline, expected, num_events = Pipeline(config), list[Any](), 0
     for item in items:
-        if isinstance(item, WorkerJoined | WorkerLeft):
+        if isinstance(item, FLEET):
             continue
         if type(item).__name__ in FACTS:
             assert expected == []
@@ -204,6 +207,24 @@ def test_workers_draft_from_what_earlier_epochs_had(colocated: Path, tmp_path: P
 
 
 @pytest.mark.slow
+def test_a_run_chooses_its_workers_and_says_why(colocated: Path, tmp_path: Path) -> None:
+    """Where more of them share the same cores: one is tried, and given back if it saves nothing; rollouts stay."""
+    recipe = write_recipe(tmp_path, "run", **SYNC | {"rollout": {"workers": 1, "scale": {"min": 1, "max": 2}}})
+    steps = 24
+    assert run_training(load_config(recipe, [f"train.steps={steps}", "eval.every=0"]), quiet=True).reason == "done"
+    with RunStore(tmp_path / "run", read_only=True) as store:
+        wanted = [event.payload for event in store.events("WorkersWanted")]
+        joined = [event.payload["worker"] for event in store.events("WorkerJoined")]
+        stored = store.rollouts(kind="train")
+    assert wanted[0]["count"] == 2 and "a worker samples" in wanted[0]["reason"]
+    assert joined == ["rollout-0", *[f"rollout-{number}" for number in range(1, len(joined))]] and len(joined) > 1
+    assert all(1 <= one["count"] <= 2 for one in wanted)
+    assert len({one.uid for one in stored}) == len(stored) == steps * 9
+    mine = [row for row in rollouts(tmp_path / "run") if not row[0].startswith("eval/")]
+    assert set(mine) >= {row for row in rollouts(colocated) if not row[0].startswith("eval/")}
+
+
+@pytest.mark.slow
 def test_two_trainer_ranks_give_the_weights_of_one_to_rounding(colocated: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, "run", **SYNC)
     assert run_training(load_config(recipe, ["train.ranks=2"]), quiet=True).reason == "done"
@@ -211,6 +232,9 @@ def test_two_trainer_ranks_give_the_weights_of_one_to_rounding(colocated: Path, 
         AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / f"step_{STEPS}")
         for folder in (colocated, tmp_path / "run")
     )
+    with RunStore(tmp_path / "run", read_only=True) as store:
+        accounts = {(entry.device, entry.account) for entry in store.ledger()}
+    assert {("trainer-1", "weight sync"), ("trainer-1", "checkpoint"), ("trainer-1", "training")} <= accounts
     for mine, theirs in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 

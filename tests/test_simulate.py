@@ -136,7 +136,7 @@ def test_workers_that_wait_are_lent_for_as_long_as_they_wait() -> None:
 @pytest.mark.parametrize(("train_gpu_s", "num_workers"), [(0.005, 8), (0.02, 2)])
 def test_workers_come_and_go_until_generation_keeps_up_with_training(train_gpu_s: float, num_workers: int) -> None:
     """A worker samples 100 tokens a second; 4 GPUs train as many as 8 workers sample, or as 2."""
-    work = LongTail(400, 10_000, 0.1, 0.1).draw(num_prompts=32, prompts_per_step=32, samples=4, steps=30, seed=0)
+    work = LongTail(400, 10_000, 0.1, 0.1).draw(num_prompts=32, prompts_per_step=32, samples=4, steps=60, seed=0)
     costs = Costs(SpeedCurve(((1, 0.01), (64, 0.64))), slots=64, gpus_a_worker=1, train_gpu_s=train_gpu_s)
     system = System(Rules(staleness=1), streams=True)
     fixed, elastic = (simulate(system, costs, work, num_gpus=8, train_gpus=4, most_workers=most) for most in (0, 16))

@@ -138,6 +138,7 @@ LEDGER_COLOURS = {
     "tail wait": "#c9cdd2",
     "rollout wait": "#b4b9c0",
     "reward wait": "#8fa3ad",
+    "training wait": "#d8d3c4",
     "weight sync": GREEN,
     "training": YELLOW,
     "drafter training": PINK,

@@ -21,14 +21,17 @@ ACCOUNTS = {
     "tail wait": "a rollout worker without work while others finish the step",
     "rollout wait": "a trainer without groups to train on",
     "reward wait": "waiting for grades, with nothing else to do",
+    "training wait": "a rollout worker without work until new weights are trained",
     "weight sync": "bringing new weights to where rollouts are sampled",
     "training": "gradients and updates of the policy",
     "drafter training": "the same of the drafter",
-    "evaluation": "rollouts of held-out prompts, where they have the device to themselves",
+    "evaluation": "rollouts of held-out prompts; beside others, by their share of the sequences",
     "checkpoint": "writing a checkpoint and the report",
     "idle": "nothing of the above",
 }
 IDLE = "idle"
+KEPT_WAITS = 64
+"""Changes of what is waited for: a worker tells of its seconds every half second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,28 @@ class Ledger:
                 self._rested_s[device] += left_s
                 entries.append(Entry(step, device, self._rest[device], left_s))
         return entries
+
+
+class Waits:
+    """What whoever waits is waiting for, from when on; so that seconds told of later find their account."""
+
+    def __init__(self) -> None:
+        self._since: list[tuple[float, str]] = []
+
+    def note(self, account: str, now_s: float) -> None:
+        if not self._since or self._since[-1][1] != account:
+            self._since = [*self._since[-KEPT_WAITS:], (now_s, account)]
+
+    def split(self, from_s: float, to_s: float) -> dict[str, float]:
+        """{account: seconds} of this while; what was before the first note was as that."""
+        found: dict[str, float] = {}
+        ends = [since_s for since_s, _ in self._since[1:]]
+        begins = [float("-inf"), *ends]
+        for begin_s, end_s, (_, account) in zip(begins, [*ends, float("inf")], self._since, strict=True):
+            seconds = min(end_s, to_s) - max(begin_s, from_s)
+            if seconds > 0:
+                found[account] = found.get(account, 0.0) + seconds
+        return found
 
 
 def split_decoding(seconds: float, num_tokens: int, num_accepted: int, num_drafted: int) -> dict[str, float]:

@@ -22,9 +22,11 @@ from slipstream.observe.console import format_duration
 from slipstream.observe.figures import Metrics, Series
 from slipstream.observe.ledger import ACCOUNTS, Entry, shares
 from slipstream.observe.spans import find_decoder, spans
-from slipstream.observe.store import RunStore, StoredRollout
+from slipstream.observe.store import RunStore, StoredEvent, StoredRollout
+from slipstream.observe.timeline import happenings
 from slipstream.types import ORIGIN_NAMES
 
+MOST_HAPPENINGS = 100
 _TAUGHT_ONLY = (
     "actor/entropy, actor/clipfrac and mismatch_kl are means over the tokens of the samples whose advantage is not "
     "zero: samples that teach nothing are not computed (all are, if algorithm.kl_coef is above 0)."
@@ -51,6 +53,7 @@ def write_report(run_dir: Path, what_if: Sequence[Sequence[str]] | str = ()) -> 
             _learning(metrics),
             _lengths_and_time(metrics, store.lengths_by_step()),
             _ledger(store.ledger()),
+            _workers(store.events()),
             _what_if(what_if),
             _drafts(run_dir, store, metrics),
             _health(metrics),
@@ -167,6 +170,17 @@ def _ledger(entries: Sequence[Entry]) -> str:
         + page.card("By step", figures.figure_html(figure))
         + page.card("By device", page.table(("device", *names), rows) + about)
     )
+
+
+def _workers(events: Sequence[StoredEvent]) -> str:
+    """What happened to the rollout workers; nothing for a run without any."""
+    found = happenings(events)
+    if not found:
+        return ""
+    rows = [[format_duration(at_s - events[0].at_s), str(step), what] for at_s, step, what in found[-MOST_HAPPENINGS:]]
+    left_out = len(found) - len(rows)
+    note = f"{left_out} earlier ones are in run.db only" if left_out else "the same as marks in trace.json"
+    return page.card("Rollout workers", page.table(("after", "step", "what happened"), rows), note)
 
 
 def _what_if(settings: Sequence[Sequence[str]] | str) -> str:

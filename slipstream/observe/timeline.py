@@ -1,7 +1,8 @@
 """The run as a timeline: `trace.json` for Perfetto (ui.perfetto.dev) or chrome://tracing, made from the event log.
 
 A span begins with the action that starts a phase and ends with the fact that concludes it; a phase that a kill cut
-off has no end and is left out. Rollout workers have a row each: from when to when they were there.
+off has no end and is left out. Rollout workers have a row each: from when to when they were there. What happened to
+them (joined, left or lost and why, another number wanted, rollouts moved) are marks above all rows.
 """
 
 from __future__ import annotations
@@ -69,6 +70,29 @@ def stays(events: Sequence[StoredEvent]) -> dict[str, list[tuple[float, float]]]
     return found
 
 
+def happenings(events: Sequence[StoredEvent]) -> list[tuple[float, int, str]]:
+    """(when, step, what) of the workers, in words. Rollouts that moved are counted by worker and second."""
+    found: list[tuple[float, int, str]] = []
+    moved: dict[tuple[int, str, int], int] = {}
+    for event in events:
+        payload = event.payload
+        if event.name == "WorkerJoined":
+            found.append((event.at_s, event.step, f"{payload['worker']} joined"))
+        elif event.name == "WorkerLeft":
+            reason = f": {payload['reason']}" if payload.get("reason") else ""
+            handed = len(payload.get("tokens", ()))
+            others = f"; others go on with its {handed} rollouts" if handed else ""
+            found.append((event.at_s, event.step, f"{payload['worker']} left{reason}{others}"))
+        elif event.name == "WorkersWanted":
+            found.append((event.at_s, event.step, f"{payload['count']} workers wanted: {payload['reason']}"))
+        elif event.name == "TakeBack":
+            key = int(event.at_s), payload["worker"], event.step
+            moved[key] = moved.get(key, 0) + 1
+    for (second, worker, step), count in moved.items():
+        found.append((float(second), step, f"{count} rollouts taken from {worker} for one without work"))
+    return sorted(found)
+
+
 def write_trace(run_dir: Path) -> Path:
     """`trace.json` of a run."""
     with RunStore(run_dir, read_only=True) as store:
@@ -81,6 +105,10 @@ def write_trace(run_dir: Path) -> Path:
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": row, "args": {"name": name}}
         for row, name in enumerate([*PHASES, *sorted(workers)])
     ]
+    for at_s, step, what in happenings(recorded):
+        at = max(0, round((at_s - recorded[0].at_s) * 1e6))
+        mark = {"name": what, "cat": "worker", "ph": "i", "s": "g", "ts": at, "pid": 1, "tid": 0}
+        events.append(mark | {"args": {"step": step}})
     path = run_dir / "trace.json"
     path.write_text(json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}))
     return path

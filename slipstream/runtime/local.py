@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numba
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -51,6 +52,7 @@ from slipstream.runtime.evaluation import Interrupted
 from slipstream.runtime.folder import REFERENCE_FOLDER, RunFolder
 from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.pool import WorkerBroke
+from slipstream.runtime.processes import use_threads
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.runtime.runtimes import Runtime, open_runtime
 from slipstream.runtime.stopping import StopFlag, stop_on_signals
@@ -108,6 +110,7 @@ def _train_once(
         folder = stack.enter_context(RunFolder.opened(config.run.dir))
         console = stack.enter_context(Console(config.train.steps, quiet=quiet))
         checkpoint = folder.checkpoint_to_resume(config, resume, overwrite)
+        stack.enter_context(_threads(config.train.threads))
         device = choose_device(config.device)
         recipe, config = config, settle_source(config, device)
         if device.type == "cuda" and config.engine.exact:
@@ -388,6 +391,19 @@ class _Run:
         first = RunBegan(self.step, self._first_position(), self.concluded)
         with still_heap():
             return drive(Scheduler(self.config), world, first, time.time, write_events)
+
+
+@contextmanager
+def _threads(num_threads: int | None) -> Iterator[None]:
+    """In this process, until the run ends."""
+    before = torch.get_num_threads(), numba.get_num_threads()
+    if num_threads is not None:
+        use_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        numba.set_num_threads(before[1])
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
 from slipstream.engine.strategy import DraftCounts
-from slipstream.observe.ledger import Ledger, split_decoding
+from slipstream.observe.ledger import Ledger, Waits, split_decoding
 from slipstream.runtime.placement import worker_name
 from slipstream.runtime.rollout_messages import (
     Beat,
@@ -39,6 +39,7 @@ from slipstream.schedule.events import (
     CloseStep,
     FleetEvent,
     HandedBack,
+    Item,
     RolloutEnded,
     RolloutsAsked,
     Sample,
@@ -49,6 +50,7 @@ from slipstream.schedule.events import (
 )
 from slipstream.schedule.fleet import Fleet
 from slipstream.schedule.rules import Rules
+from slipstream.schedule.speeds import Paces, sum_paces
 from slipstream.types import Request, Rollout, WeightVersion
 
 START_S = 600.0
@@ -88,6 +90,8 @@ class _Worker:
     """The fleet knows of it."""
     is_leaving: bool = False
     """It was told to: it is not started again."""
+    end: str = ""
+    """Why it was killed, if it was from here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,15 +122,18 @@ class Pool:
         *,
         silence_s: float,
         ledger: Ledger,
-        note: Callable[[FleetEvent], None] = lambda event: None,
+        note: Callable[[Item], None] = lambda item: None,
+        is_grading: Callable[[], bool] = lambda: False,
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`start`: a process for the worker of this name, rollout-0 and so on. `note`: is told of workers that come and
-        go."""
+        go, and of rollouts that move between them. `is_grading`: whether grades are missing."""
         self._fleet = Fleet(rules)
         self._ledger = ledger
         self._start, self._silence_s, self._note, self._say, self._clock = start, silence_s, note, say, clock
+        self._is_grading = is_grading
+        self._waits = Waits()
         self._workers: dict[str, _Worker] = {}
         self._numbers = count()
         self._rollouts: dict[str, _Asked] = {}
@@ -144,6 +151,7 @@ class Pool:
         self._spent = Spent()
         self._num_sampled = 0
         self._drafts = DraftCounts()
+        self._paces: Paces = ()
         self.resize(num_workers)
 
     @property
@@ -185,6 +193,7 @@ class Pool:
 
     def advance(self) -> list[Rollout]:
         """What has ended by now. Does not wait."""
+        self._note_waits()
         for step, asked in sorted(self._asked.items()):
             rollouts = tuple((one.request.uid, prompt_key) for one, prompt_key in asked)
             tokens = tuple((one.request.uid, len(one.token_ids)) for one, _ in asked if one.token_ids)
@@ -194,8 +203,14 @@ class Pool:
             for message in worker.link.receive():
                 self._hear(name, worker, message)
             self._look_after(name, worker)
+        self._note_waits()
         ended, self._ended = self._ended, []
         return ended
+
+    def _note_waits(self) -> None:
+        """What a worker without work waits for: others, grades, or the trainer."""
+        reason = "reward wait" if self._is_grading() else "training wait"
+        self._waits.note("tail wait" if self._rollouts else reason, self._clock())
 
     def resize(self, num_workers: int) -> None:
         """Start workers, or let the newest go: others go on with their rollouts."""
@@ -211,6 +226,11 @@ class Pool:
     def num_workers(self) -> int:
         return sum(not worker.is_leaving for worker in self._workers.values())
 
+    @property
+    def num_joined(self) -> int:
+        """Of these, those that take part."""
+        return sum(worker.has_joined and not worker.is_leaving for worker in self._workers.values())
+
     def take_spent(self) -> Spent:
         """Seconds of all workers together since this was last asked."""
         spent, self._spent = self._spent, Spent()
@@ -220,6 +240,10 @@ class Pool:
         """Tokens that workers have sampled since this was last asked."""
         num_sampled, self._num_sampled = self._num_sampled, 0
         return num_sampled
+
+    def take_paces(self) -> Paces:
+        paces, self._paces = self._paces, ()
+        return paces
 
     def take_drafts(self) -> DraftCounts:
         drafts, self._drafts = self._drafts, DraftCounts()
@@ -264,6 +288,7 @@ class Pool:
                 self._num_sampled += message.num_tokens
                 if worker.has_joined:  # what was before is the start
                     self._book(name, message)
+                    self._paces = sum_paces((self._paces, message.paces))
                 if message.drafts is not None:
                     self._drafts.merge(message.drafts)
             case Broke() if not worker.has_joined and any(one.has_joined for one in self._workers.values()):
@@ -278,12 +303,13 @@ class Pool:
                 raise AssertionError(f"{name} said {message!r}")
 
     def _book(self, name: str, beat: Beat) -> None:
-        """Its seconds on the ledger; what it waits for while others sample is the tail."""
+        """Its seconds on the ledger. It tells of waiting and of work apart; new weights come after waiting."""
         spent, drafts = beat.spent, beat.drafts or DraftCounts()
         decoding = split_decoding(spent.decode_s, beat.num_tokens, drafts.num_accepted, drafts.num_drafted)
-        waiting = {"tail wait": spent.idle_s} if self._rollouts else {}
+        waited_to_s = self._clock() - spent.weights_s
         accounts = {"prefill": spent.prefill_s, "graphs": spent.graph_s, "weight sync": spent.weights_s}
-        accounts |= decoding | waiting
+        accounts |= {"evaluation": spent.evaluation_s} | decoding
+        accounts |= self._waits.split(waited_to_s - spent.idle_s, waited_to_s)
         for account, seconds in accounts.items():
             self._ledger.book(name, account, seconds)
 
@@ -299,6 +325,7 @@ class Pool:
             return  # newer ones are on their way to it
         if version != wanted:
             self._say(f"rollout worker {name} has other weights than were published ({version}, not {wanted})")
+            worker.end = "it had other weights than were published"
             worker.link.kill()
             return
         worker.version = version
@@ -329,6 +356,7 @@ class Pool:
     def _look_after(self, name: str, worker: _Worker) -> None:
         silent_s = self._clock() - worker.heard_s
         if not worker.link.is_gone and silent_s > (self._silence_s if worker.has_joined else START_S):
+            worker.end = f"it said nothing for {silent_s:.0f} s"
             self._say(f"rollout worker {name} has said nothing for {silent_s:.0f} s: it is killed")
             worker.link.kill()
         if not worker.link.is_gone:
@@ -348,7 +376,9 @@ class Pool:
         self.num_resumed += sum(bool(asked.token_ids) for asked in lost)
         for asked in lost:
             asked.worker = ""
-        self._tell(WorkerLeft(name, tuple((asked.request.uid, len(asked.token_ids)) for asked in lost)))
+        known = tuple((asked.request.uid, len(asked.token_ids)) for asked in lost)
+        how = "it was told to leave" if worker.is_leaving else worker.end or worker.link.how_it_ended().splitlines()[0]
+        self._tell(WorkerLeft(name, known, how))
         self._look_at_weights()
 
     def _start_again(self, name: str, cause: str) -> None:
@@ -362,7 +392,7 @@ class Pool:
     # The fleet.
 
     def _tell(self, event: FleetEvent) -> None:
-        if isinstance(event, WorkerJoined | WorkerLeft):
+        if isinstance(event, WorkerJoined | WorkerLeft | HandedBack):
             self._note(event)
         fresh: dict[tuple[str, str], list[_Asked]] = {}
         for action in self._fleet.on_event(event, self._clock()):
@@ -372,10 +402,12 @@ class Pool:
                     assert action.num_tokens == len(asked.token_ids)
                     asked.worker = action.worker
                     if asked.token_ids:
+                        self._note(action)
                         self._workers[action.worker].link.send(GoOn(asked.partial(), asked.past))
                     else:
                         fresh.setdefault((action.worker, asked.request.group), []).append(asked)
                 case TakeBack():
+                    self._note(action)
                     self._workers[action.worker].link.send(GiveBack(action.rollout))
                 case CloseStep():
                     pass  # what a step is trained on is the scheduler's to say, which hears of rewards too

@@ -206,9 +206,7 @@ def _live(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with log_file.open("a", buffering=1) as log:
         print_into(log)
-        import torch
-
-        torch.set_num_threads(num_threads)
+        use_threads(num_threads)
         try:
             work(Pipe(connection), *arguments)
         except PipeClosed:
@@ -231,6 +229,15 @@ def log_in_words(log_file: Path) -> str:
         lines = [f"(it cannot be read: {error})"]
     words = "; its last lines:\n" + "\n".join(lines) if lines else ", which is empty"
     return f"Its log: {log_file}{words}"
+
+
+def use_threads(num_threads: int) -> None:
+    """In this process, whoever computes: the engine's own kernels on a CPU have threads beside torch's."""
+    import numba
+    import torch
+
+    torch.set_num_threads(num_threads)
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
 
 
 def _end_with_parent() -> None:

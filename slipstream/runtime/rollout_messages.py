@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
 from slipstream.engine.strategy import DraftCounts
+from slipstream.schedule.speeds import Paces
 from slipstream.types import Request, Rollout, WeightVersion
+
+EVALUATION = "eval/"
+"""How the names of groups of held-out prompts begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,8 @@ class Spent:
     weights_s: float = 0.0
     idle_s: float = 0.0
     """With nothing to sample."""
+    evaluation_s: float = 0.0
+    """Of all that held-out prompts take: by their share of the sequences."""
 
     def __add__(self, other: Spent) -> Spent:
         return Spent(
@@ -100,6 +106,7 @@ class Spent:
             self.graph_s + other.graph_s,
             self.weights_s + other.weights_s,
             self.idle_s + other.idle_s,
+            self.evaluation_s + other.evaluation_s,
         )
 
 
@@ -112,6 +119,8 @@ class Beat:
     """Sampled meanwhile."""
     drafts: DraftCounts | None = None
     """What came of drafts since it last said, if it drafts."""
+    paces: Paces = ()
+    """How fast its steps were meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from slipstream.draft.shelves import Text
 from slipstream.engine.engine import Engine
 from slipstream.runtime.rollout_messages import (
+    EVALUATION,
     Beat,
     Ended,
     FromRolloutWorker,
@@ -30,6 +31,7 @@ from slipstream.runtime.rollout_messages import (
     TakeWeights,
     ToRolloutWorker,
 )
+from slipstream.schedule.speeds import Paces, sum_paces
 from slipstream.types import Request, WeightVersion
 
 TELL_S = 0.5
@@ -76,7 +78,10 @@ class RolloutWorker:
         self._engine, self._weights, self._past, self._say, self._clock = engine, weights, past, say, clock
         self._told: dict[str, int] = {}
         """By rollout that is here: tokens of it that were reported, with those it came with."""
+        self._num_evaluated = 0
+        """Of these, of held-out prompts."""
         self._spent = Spent()
+        self._paces: Paces = ()
         self._counted_s = self._told_s = clock()
         engine.take_draft_counts()  # of whatever measured it before
         self._facts = self._told_facts = engine.facts()
@@ -88,16 +93,15 @@ class RolloutWorker:
 
     def obey(self, message: ToRolloutWorker) -> None:
         self._count_idle()
+        if isinstance(message, SampleGroup | GoOn) and not self._engine.has_work:
+            self._tell()  # so that a report is of waiting or of work
         match message:
             case SampleGroup():
                 for request in message.requests:
-                    self._past.take_in(request, message.past)
-                    self._told[request.uid] = 0
+                    self._take_in(request, message.past, 0)
                 self._engine.submit(message.requests)
             case GoOn():
-                request = message.partial.request
-                self._past.take_in(request, message.past)
-                self._told[request.uid] = len(message.partial.token_ids)
+                self._take_in(message.partial.request, message.past, len(message.partial.token_ids))
                 self._engine.import_sequence(message.partial)
             case GiveBack():
                 if message.uid in self._told:
@@ -118,15 +122,28 @@ class RolloutWorker:
         self._count_idle()
         if self._engine.has_work:
             ended = self._engine.step()
-            step_s, before = self._lap(), self._facts
-            self._facts = self._engine.facts()
-            prefill_s, graph_s = self._facts.prefill_s - before.prefill_s, self._facts.graph_s - before.graph_s
-            self._spent += Spent(prefill_s=prefill_s, graph_s=graph_s, decode_s=step_s - prefill_s - graph_s)
+            self._book_step()
             for rollout in ended:
                 self._let_go(rollout.request)
                 self._say(Ended(rollout))
+            if not self._engine.has_work:
+                self._tell()
         if self._clock() - self._told_s >= TELL_S:
             self._tell()
+
+    def _book_step(self) -> None:
+        step_s, before = self._lap(), self._facts
+        self._facts = self._engine.facts()
+        prefill_s, graph_s = self._facts.prefill_s - before.prefill_s, self._facts.graph_s - before.graph_s
+        num_here = max(1, len(self._told))  # none: what a GPU still computes was given back
+        trained_share = 1 - self._num_evaluated / num_here
+        self._spent += Spent(
+            prefill_s=prefill_s * trained_share,
+            graph_s=graph_s,
+            decode_s=(step_s - prefill_s - graph_s) * trained_share,
+            evaluation_s=(step_s - graph_s) * (1 - trained_share),
+        )
+        self._paces = sum_paces((self._paces, ((1, num_here, step_s - graph_s),)))
 
     def _tell(self) -> None:
         self._told_s = self._clock()
@@ -137,10 +154,16 @@ class RolloutWorker:
             self._say(Grown(tuple(grown)))
         drafts = self._engine.take_draft_counts() if self._engine.drafter is not None else None
         before, self._told_facts = self._told_facts, self._engine.facts()
-        self._say(Beat(self._spent, self._told_facts.decode_tokens - before.decode_tokens, drafts))
-        self._spent = Spent()
+        self._say(Beat(self._spent, self._told_facts.decode_tokens - before.decode_tokens, drafts, self._paces))
+        self._spent, self._paces = Spent(), ()
+
+    def _take_in(self, request: Request, past: tuple[Text, ...], num_tokens: int) -> None:
+        self._past.take_in(request, past)
+        self._told[request.uid] = num_tokens
+        self._num_evaluated += request.group.startswith(EVALUATION)
 
     def _let_go(self, request: Request) -> None:
+        self._num_evaluated -= request.group.startswith(EVALUATION)
         del self._told[request.uid]
         self._past.let_go(request)
 

@@ -51,8 +51,16 @@ class _OpenGroup:
 class OpenGroups:
     """Groups between their requests and their grades."""
 
-    def __init__(self, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+    def __init__(
+        self,
+        grader: Grader,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        on_graded: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_graded`: is called, from another thread, when there may be grades."""
         self._grader, self._tokenizer, self._seed = grader, tokenizer, seed
+        grader.on_answer = on_graded
         self._open: dict[str, _OpenGroup] = {}
 
     def __bool__(self) -> bool:

@@ -112,7 +112,7 @@ def open_runtime(config: Config) -> AbstractContextManager[Runtime]:
 
 def trainer_threads(config: Config) -> int:
     """How many it has is part of what a sum on a CPU comes out as: as many as this process would train with."""
-    return max(1, torch.get_num_threads() // config.train.ranks)
+    return config.train.threads or max(1, torch.get_num_threads() // config.train.ranks)
 
 
 def worker_threads(config: Config) -> int:

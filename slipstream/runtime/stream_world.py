@@ -37,6 +37,7 @@ from slipstream.runtime.kept import (
 )
 from slipstream.runtime.pool import Pool, WorkerBroke, WorkerLink
 from slipstream.runtime.processes import Doorbell
+from slipstream.runtime.rollout_messages import EVALUATION
 from slipstream.runtime.rollouts import GradedGroup, OpenGroups, metrics_of, scored_fact, store_groups, train_samples
 from slipstream.runtime.trainer_messages import (
     FeedSamples,
@@ -45,11 +46,13 @@ from slipstream.runtime.trainer_messages import (
     SaveState,
     StateSaved,
     StepFinished,
+    TookPart,
     TrainerBroke,
     TrainerReady,
     WeightsPublished,
     Working,
 )
+from slipstream.schedule.allocation import Allocator, StepSeen
 from slipstream.schedule.events import (
     Action,
     Evaluate,
@@ -58,6 +61,7 @@ from slipstream.schedule.events import (
     Feed,
     Finish,
     Generate,
+    Item,
     PushWeights,
     Record,
     Save,
@@ -66,9 +70,12 @@ from slipstream.schedule.events import (
     StopAsked,
     Train,
     WeightsLive,
+    WorkersPaced,
+    WorkersWanted,
 )
 from slipstream.schedule.order import PromptOrder
 from slipstream.schedule.rules import MODES, oldest_version
+from slipstream.schedule.speeds import Paces, curve_of_paces
 from slipstream.tasks.grading import check_faults
 from slipstream.types import Prompt, Request, Rollout, SamplingParams, Scored
 
@@ -76,12 +83,10 @@ WAIT_S = 0.2
 """For somebody to say something."""
 LOOK_S = 1.0
 """Between two looks at what the run was asked to change."""
-GRADING_WAIT_S = 0.01
-"""While groups are being graded, of which nobody says that it is done."""
 
 
 def is_training(request: Request) -> bool:
-    return not request.group.startswith("eval/")
+    return not request.group.startswith(EVALUATION)
 
 
 class StreamWorld:
@@ -105,14 +110,18 @@ class StreamWorld:
         kept_state: dict[str, Any],
         kept: Kept,
         stop_reason: Callable[[], str | None],
+        note: Callable[[Item], None],
     ) -> None:
-        """`rows`: metrics that are known already, by step. `kept_state`: goes into every
-        checkpoint as it is. `kept`: rollouts of the run that this one goes on from."""
+        """`rows`: metrics that are known already, by step. `kept_state`: goes into every checkpoint as it is. `kept`:
+        rollouts of the run that this one goes on from. `note`: into the event log."""
         self._config = config
         self._pool, self._crew, self._groups, self._history = pool, crew, groups, history
         self._ledger, self._bell, self._began_s = ledger, bell, time.monotonic()
         self._wish: int | None = None
         """How many workers were asked for last."""
+        scale = config.rollout.scale
+        self._allocator = Allocator(scale.min, scale.max) if scale is not None else None
+        self._note = note
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
@@ -129,6 +138,8 @@ class StreamWorld:
         self._asked_s: dict[int, float] = {}
         self._sampled_s: dict[int, float] = {}
         """By step: when its last rollout so far ended."""
+        self._graded_s: dict[int, float] = {}
+        """And when its last grades so far were there."""
         self._recorded_s: float | None = None
         self._evaluate_s = 0.0
         self._bars: dict[str, tuple[ExitStack, Advance]] = {}
@@ -166,8 +177,7 @@ class StreamWorld:
             self._console.note("stopping: saving a checkpoint first (Ctrl-C again: stop at once)")
             return [StopAsked(reason)]
         self._look_at_wishes()
-        wait_s = GRADING_WAIT_S if self._groups.num_in_grading else WAIT_S
-        self._bell.wait(wait_s)
+        self._bell.wait(WAIT_S)
         facts = self._hear_trainers()
         for rollout in self._pool.advance():
             self._collect(rollout)
@@ -186,8 +196,13 @@ class StreamWorld:
         wanted = workers_asked_for(self._config.run.dir)
         if wanted is not None and wanted != self._wish:
             self._wish = wanted
-            self._console.note(f"rollout workers: {wanted} instead of {self._pool.num_workers}, as was asked for")
-            self._pool.resize(wanted)
+            self._allocator = None  # who asks knows better, from then on
+            self._resize(wanted, "as was asked for")
+
+    def _resize(self, num_workers: int, reason: str) -> None:
+        self._console.note(f"rollout workers: {num_workers} instead of {self._pool.num_workers}, {reason}")
+        self._note(WorkersWanted(num_workers, reason))
+        self._pool.resize(num_workers)
 
     def close(self) -> None:
         for name in list(self._bars):
@@ -235,7 +250,7 @@ class StreamWorld:
 
     def _collect(self, rollout: Rollout) -> None:
         name = rollout.request.group
-        if name.startswith("eval/"):
+        if name.startswith(EVALUATION):
             self._bar("evaluation")(1, tokens=len(rollout.token_ids))
         else:
             self._count_ended(int(name.partition("/")[0]), len(rollout.token_ids))
@@ -246,12 +261,13 @@ class StreamWorld:
         self._bar(f"step {step} rollout")(num_rollouts, tokens=num_tokens)
 
     def _hear_grades(self, group: GradedGroup) -> list[Event]:
-        if group.name.startswith("eval/"):
+        if group.name.startswith(EVALUATION):
             if self._evaluation is not None:
                 self._evaluation.take(group)
                 return self._evaluated() if self._evaluation.is_done else []
             return []
         fact = scored_fact(group)
+        self._graded_s[fact.step] = time.perf_counter()
         self._scored.setdefault(fact.step, {})[fact.position] = group
         return [fact]
 
@@ -303,7 +319,9 @@ class StreamWorld:
             row["timing_s/history"] = time.perf_counter() - started
         row |= metrics_of(groups, self._config.train.samples_per_prompt)
         row |= draft_metrics(self._pool.take_drafts())
-        row["timing_s/gen"] = self._sampled_s.pop(step) - self._asked_s.pop(step)
+        sampled_s = self._sampled_s.pop(step)
+        row["timing_s/gen"] = sampled_s - self._asked_s.pop(step)
+        grading_s = row["timing_s/reward"] = self._graded_s.pop(step) - sampled_s
         behind = [step - 1 - result.rollout.first_version for result in results]
         row["rollout/staleness"] = sum(behind) / len(behind)
         row["train/groups"] = float(len(action.positions))
@@ -311,7 +329,7 @@ class StreamWorld:
         self._feed(step, left)
         if not self._num_trained_on:
             self._console.note(f"step {step}: no group with a reward signal; the weights stay as they are")
-        self._crew.tell(FinishStep(step))
+        self._crew.tell(FinishStep(step, grading_s))
         del self._scored[step]
 
     def _hear_trainers(self) -> list[Event]:
@@ -333,6 +351,7 @@ class StreamWorld:
                 return []
             case StepFinished():
                 self._ledger.book(trainer.name, "training", message.busy_s)
+                self._ledger.book(trainer.name, "reward wait", message.reward_wait_s)
                 if trainer is not self._crew.first:
                     return []  # what it computed is in what the first says
                 self._close_bar(f"step {message.step} training")
@@ -351,6 +370,9 @@ class StreamWorld:
                 write_report(self._config.run.dir)
                 write_trace(self._config.run.dir)
                 return [Saved(message.step)]
+            case TookPart():
+                self._ledger.book(trainer.name, message.account, message.seconds)
+                return []
             case TrainerBroke():
                 raise WorkerBroke(f"training: {message.kind}: {message.reason}\n{trainer.how_it_ended()}")
             case _:
@@ -377,6 +399,7 @@ class StreamWorld:
         row |= {
             "workers/prefill_s": spent.prefill_s,
             "workers/decode_s": spent.decode_s,
+            "workers/evaluation_s": spent.evaluation_s,
             "workers/weights_s": spent.weights_s,
             "workers/idle_s": spent.idle_s,
             "workers/tokens": float(self._pool.take_sampled()),
@@ -384,11 +407,37 @@ class StreamWorld:
             "workers/lost": float(self._pool.num_lost),
         }
         row |= self._pool.take_forecasts()
+        paces = self._pool.take_paces()
+        if paces:
+            self._note(WorkersPaced(action.step, paces))
         self._store.add_metrics(action.step, row)
         self._store.add_ledger(self._ledger.close(action.step, time.monotonic()))
         self._log.write(action.step, row)
         if action.step > 0:
             self._console.step_line(action.step, row)
+            self._allocate(row, spent.prefill_s + spent.decode_s, paces)
+
+    def _allocate(self, row: Mapping[str, float], busy_s: float, paces: Paces) -> None:
+        """After a step: a worker more or one fewer, if the run may choose."""
+        if self._allocator is None or "timing_s/step" not in row or not paces or not self._pool.num_joined:
+            return
+        num_workers = self._pool.num_joined
+        seen = StepSeen(
+            step_s=row["timing_s/step"] - row.get("timing_s/eval", 0.0),
+            num_tokens=row["rollout/tokens"],
+            busy_s=busy_s,
+            train_s=row.get("timing_s/update_actor", 0.0),
+            num_workers=num_workers,
+            num_wanted=self._pool.num_workers,
+        )
+        curve, batch = curve_of_paces(paces), sum(one[1] for one in paces) / sum(one[0] for one in paces)
+
+        def times_as_long(other: int) -> float:
+            return curve.token_s(max(1, round(batch * num_workers / other))) / curve.token_s(max(1, round(batch)))
+
+        wish = self._allocator.observe(seen, times_as_long)
+        if wish is not None:
+            self._resize(wish.num_workers, wish.reason)
 
     def _save(self, action: Save) -> None:
         # The store first: after a power cut a checkpoint must not know more than the store does.

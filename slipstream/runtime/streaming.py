@@ -121,13 +121,19 @@ def stream(
             trainers.append(start(name, trainer_threads(config), *work))
             stack.callback(trainers[-1].close)
             ledger.arrive(name, time.monotonic(), rest="rollout wait")
+        groups = OpenGroups(parts.grader, parts.tokenizer, config.seed, bell.ring)
+
+        def note(item: Item) -> None:
+            write(time.time(), item)
+
         pool = Pool(
             MODES[config.mode],
             config.rollout.workers,
             start_worker,
             silence_s=config.rollout.silence_s,
             ledger=ledger,
-            note=lambda event: write(time.time(), event),
+            note=note,
+            is_grading=lambda: groups.num_in_grading > 0,
             say=parts.console.note,
         )
         stack.callback(pool.close)
@@ -137,7 +143,7 @@ def stream(
             crew=TrainerCrew(trainers, config.train.silence_s),
             ledger=ledger,
             bell=bell,
-            groups=OpenGroups(parts.grader, parts.tokenizer, config.seed),
+            groups=groups,
             history=parts.history,
             prompts=parts.prompts,
             eval_sets=parts.eval_sets,
@@ -149,6 +155,7 @@ def stream(
             kept_state=parts.kept_state,
             kept=parts.kept,
             stop_reason=stop_reason,
+            note=note,
         )
         stack.callback(world.close)
         return drive(Pipeline(config), world, first, time.time, write_events)

@@ -22,6 +22,8 @@ class FinishStep:
     """All of the step is there: update the weights; if nothing was fed, count the step."""
 
     step: int
+    grading_s: float = 0.0
+    """For so long all rollouts had ended and grades were missing, until a moment ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class StepFinished:
     metrics: dict[str, float]
     busy_s: float
     """Spent on this step's groups and on the update."""
+    reward_wait_s: float = 0.0
+    """With nothing to do while only grades were missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,15 @@ class StateSaved:
 
 
 @dataclass(frozen=True, slots=True)
+class TookPart:
+    """In what the first rank tells of."""
+
+    account: str
+    """Of the ledger."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerBroke:
     """It ends, by an error of its own: starting it again would end the same."""
 
@@ -88,4 +101,4 @@ class TrainerBroke:
     reason: str
 
 
-FromTrainer = TrainerReady | Working | StepFinished | WeightsPublished | StateSaved | TrainerBroke
+FromTrainer = TrainerReady | Working | StepFinished | WeightsPublished | StateSaved | TookPart | TrainerBroke

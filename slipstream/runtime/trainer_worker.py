@@ -22,6 +22,7 @@ from slipstream.runtime.trainer_messages import (
     SaveState,
     StateSaved,
     StepFinished,
+    TookPart,
     ToTrainer,
     WeightsPublished,
     Working,
@@ -45,7 +46,7 @@ class TrainerWorker:
         rank: TrainerRank,
         weights: WeightSink | None,
         say: Callable[[FromTrainer], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`weights`: None for a rank that only takes part."""
         self._rank, self._weights, self._say, self._clock = rank, weights, say, clock
@@ -54,7 +55,10 @@ class TrainerWorker:
         self._done = self._fed = 0
         """Its response tokens: that have given their gradient, and all."""
         self._busy_s = 0.0
+        self._waits: list[tuple[float, float]] = []
+        """From when to when there was nothing to do, in the step under way."""
         self._told_s = -TELL_S
+        self._done_s = clock()
 
     def tell(self) -> None:
         """That it works, unless it said so a moment ago."""
@@ -63,25 +67,31 @@ class TrainerWorker:
             self._say(Working(self._step, self._done, self._fed))
 
     def obey(self, message: ToTrainer) -> None:
-        started = time.perf_counter()
+        started = self._clock()
+        self._waits.append((self._done_s, started))
         match message:
             case FeedSamples():
                 self._feed(message)
-                self._busy_s += time.perf_counter() - started
+                self._busy_s += self._clock() - started
             case FinishStep():
                 metrics = self._finish(message)
-                busy_s, self._busy_s = self._busy_s + time.perf_counter() - started, 0.0
-                self._say(StepFinished(message.step, metrics, busy_s))
+                busy_s, self._busy_s = self._busy_s + self._clock() - started, 0.0
+                since_s = started - message.grading_s
+                waited_s = sum(max(0.0, to_s - max(from_s, since_s)) for from_s, to_s in self._waits)
+                self._waits.clear()
+                self._say(StepFinished(message.step, metrics, busy_s, waited_s))
             case PublishWeights():
                 if self._weights is None:
                     deque(self._told_of(self._rank.weights()), maxlen=0)  # all ranks go through them
-                    return
-                version = self._weights.publish(self._told_of(self._rank.weights()), message.number)
-                self._say(WeightsPublished(version, time.perf_counter() - started))
+                    self._say(TookPart("weight sync", self._clock() - started))
+                else:
+                    version = self._weights.publish(self._told_of(self._rank.weights()), message.number)
+                    self._say(WeightsPublished(version, self._clock() - started))
             case SaveState():
                 path = self._rank.save(message.step, message.run_state, message.files)
-                if path is not None:
-                    self._say(StateSaved(message.step, path, time.perf_counter() - started))
+                seconds = self._clock() - started
+                self._say(TookPart("checkpoint", seconds) if path is None else StateSaved(message.step, path, seconds))
+        self._done_s = self._clock()
 
     def _feed(self, message: FeedSamples) -> None:
         if self._step is None:

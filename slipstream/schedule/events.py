@@ -160,6 +160,8 @@ class WorkerLeft:
     worker: str
     tokens: tuple[tuple[str, int], ...] = ()
     """(rollout, tokens sampled so far)."""
+    reason: str = ""
+    """For whoever reads the event log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,23 @@ class Outgrew:
     """A rollout has more tokens than it was to tell of."""
 
     rollout: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersWanted:
+    """From now on there shall be so many workers. For the record."""
+
+    count: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersPaced:
+    """How fast workers were in a step. For the record, from which it can be simulated."""
+
+    step: int
+    paces: tuple[tuple[int, int, float], ...]
+    """(steps of an engine, their sequences summed up, their seconds), of steps with 1 sequence, 2 or 3, 4 to 7 ..."""
 
 
 FleetEvent = WorkerJoined | WorkerLeft | RolloutsAsked | RolloutEnded | HandedBack | Outgrew | WeightsLive
@@ -300,18 +319,24 @@ class EndSession:
 
 CoordinatorAction = TrainRound | StopTraining | Publish | EndSession
 
-Item = Event | Action | FleetEvent | FleetAction | CoordinatorEvent | CoordinatorAction
+FleetRecord = WorkersWanted | WorkersPaced
+Item = Event | Action | FleetEvent | FleetAction | FleetRecord | CoordinatorEvent | CoordinatorAction
 
 BY_NAME: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *(RunBegan, GroupScored, StepTrained, WeightsLive, Evaluated, Saved, StopAsked, DraftChosen),
         *(Generate, Feed, Train, PushWeights, Evaluate, Record, Save, Finish),
-        *(WorkerJoined, WorkerLeft, RolloutsAsked, RolloutEnded, HandedBack, Outgrew),
+        *(WorkerJoined, WorkerLeft, RolloutsAsked, RolloutEnded, HandedBack, Outgrew, WorkersWanted, WorkersPaced),
         *(Sample, Watch, TakeBack, CloseStep, Lend, Recall),
         *(LessonsAdded, RoundDone, TrainRound, StopTraining, Publish, EndSession),
     )
 }
+
+
+FLEET = (WorkerJoined, WorkerLeft, HandedBack, Sample, TakeBack, WorkersWanted, WorkersPaced)
+"""What a run with workers writes into its event log beside what the scheduler hears and says; of Sample only where a
+rollout goes on elsewhere."""
 
 
 def to_record(item: Item) -> tuple[str, dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -46,6 +46,35 @@ def _line(points: tuple[tuple[int, float], ...], x: int, goes_on: bool) -> float
         right -= 1
     (x0, y0), (x1, y1) = points[right - 1 : right + 1]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+Paces = tuple[tuple[int, int, float], ...]
+"""(steps, their sequences summed up, their seconds), of steps with 1 sequence, 2 or 3, 4 to 7 and so on; prompts that
+they computed beside are in the seconds."""
+
+
+def sum_paces(several: Iterable[Paces]) -> Paces:
+    found: dict[int, tuple[int, int, float]] = {}
+    for steps, sequences, seconds in (one for paces in several for one in paces):
+        size = (sequences // steps).bit_length()
+        before = found.get(size, (0, 0, 0.0))
+        found[size] = before[0] + steps, before[1] + sequences, before[2] + seconds
+    return tuple(found[size] for size in sorted(found))
+
+
+def curve_of_paces(paces: Paces) -> SpeedCurve:
+    """From steps of one size at least. Where larger steps were no slower, by chance, both have the time of all of them:
+    a curve must grow."""
+    merged: list[tuple[int, int, float]] = []
+    for one in sorted(paces, key=lambda pace: pace[1] / pace[0]):
+        merged.append(one)
+        while len(merged) > 1 and (
+            merged[-1][2] / merged[-1][0] <= merged[-2][2] / merged[-2][0]
+            or round(merged[-1][1] / merged[-1][0]) == round(merged[-2][1] / merged[-2][0])
+        ):
+            last, before = merged.pop(), merged.pop()
+            merged.append((last[0] + before[0], last[1] + before[1], last[2] + before[2]))
+    return SpeedCurve(tuple((round(sequences / steps), seconds / steps) for steps, sequences, seconds in merged))
 
 
 def curve_of_bench(record: Mapping[str, object], shape: str) -> SpeedCurve:

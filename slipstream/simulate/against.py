@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config import load_config
+from slipstream.config import Config, load_config
 from slipstream.observe.store import RunStore
 from slipstream.schedule.dispatch import WorkerSpec
 from slipstream.schedule.speeds import SpeedCurve
@@ -23,6 +23,8 @@ from slipstream.simulate.worker import run_to_end
 from slipstream.simulate.workloads import SimulatedStep
 
 GENERATION, TRAINING, WHOLE = "timing_s/gen", "timing_s/update_actor", "timing_s/step"
+GRADING = "timing_s/reward"
+"""From the last rollout to its grades, where nothing else was to be done."""
 EVALUATION, DRAFTED = "timing_s/eval", "rollout/spec_drafted"
 LEAST_STEPS = 6
 _ONE_S = SpeedCurve(((1, 1.0),))
@@ -44,6 +46,7 @@ class Recorded:
 
     slots: int
     mode: str
+    micro_batch_tokens: int
     metrics: Mapping[str, Mapping[int, float]]
     steps: list[int]
     rollouts: dict[int, SimulatedStep]
@@ -66,22 +69,36 @@ class Recorded:
     def train_s(self, step: int, costs: tuple[float, float]) -> float:
         return costs[0] + costs[1] * self.teaching[step]
 
-    def costs(self, curve: SpeedCurve, slots: int, weights_s: float) -> Costs:
-        """Of devices that train as this run's did, and decode so."""
-        num_tokens = sum(sum(self.rollouts[step].lengths.values()) for step in self.steps)
-        train_s = sum(self.metrics[TRAINING][step] for step in self.steps)
-        return Costs(curve, slots, gpus_a_worker=1, train_gpu_s=train_s / num_tokens, weights_s=weights_s)
+    def costs(self, curve: SpeedCurve, slots: int, weights_s: float, steps: Sequence[int]) -> Costs:
+        """Of devices that train as this run's did in these steps, and decode so."""
+        update_s, token_s = self.training(steps)
+        graded = [self.metrics.get(GRADING, {}).get(step, 0.0) for step in steps]
+        return Costs(
+            curve,
+            slots,
+            gpus_a_worker=1,
+            train_gpu_s=token_s,
+            weights_s=weights_s,
+            update_s=update_s,
+            micro_batch_tokens=float(self.micro_batch_tokens),
+            grading_s=statistics.fmean(graded),
+        )
 
     def _decoding(self, step: int) -> tuple[float, float]:
         lengths = list(self.rollouts[step].lengths.values())
         return float(num_steps(lengths, self.slots)), sum(lengths)
 
 
-def read_recorded(run: Path) -> Recorded:
-    """ValueError if it is no run's folder, or has too few steps."""
+def read_config(run: Path) -> Config:
+    """ValueError if it is no run's folder."""
     if not (run / "config.yaml").exists():
         raise ValueError(f"{run} is no run's folder: it has no config.yaml. Give one that `slipstream train` wrote")
-    config = load_config(run / "config.yaml")
+    return load_config(run / "config.yaml")
+
+
+def read_recorded(run: Path) -> Recorded:
+    """ValueError if it is no run's folder, or has too few steps."""
+    config = read_config(run)
     with RunStore(run, read_only=True) as store:
         metrics = store.metrics_by_name()
         found = sorted(store.rollouts(kind="train"), key=lambda one: (one.step, [*map(_number, one.uid.split("/"))]))
@@ -93,8 +110,10 @@ def read_recorded(run: Path) -> Recorded:
         rewards.setdefault((one.step, one.group), set()).add(one.reward)
     teaching = dict.fromkeys(rollouts, 0.0)
     for one in found:
-        if len(rewards[one.step, one.group]) > 1:
-            teaching[one.step] += one.length
+        # The trainer leaves out what has no gradient, unless a penalty keeps it near another model.
+        teaches = len(rewards[one.step, one.group]) > 1 or config.algorithm.kl_coef > 0
+        rollouts[one.step].trained[one.uid] = float(one.length) if teaches else 0.0
+        teaching[one.step] += one.length if teaches else 0.0
     timed = (metrics.get(name, {}) for name in (GENERATION, TRAINING, WHOLE))
     steps = sorted(set(rollouts).intersection(*timed))[1:]
     if len(steps) < LEAST_STEPS:
@@ -106,7 +125,8 @@ def read_recorded(run: Path) -> Recorded:
         - metrics[TRAINING][step]
         for step in steps
     }
-    return Recorded(config.engine.max_sequences, config.mode, metrics, steps, rollouts, teaching, rest)
+    slots, packed = config.engine.max_sequences, config.train.micro_batch_tokens
+    return Recorded(slots, config.mode, packed, metrics, steps, rollouts, teaching, rest)
 
 
 def one_after_the_other(run: Path) -> Recorded:

@@ -18,10 +18,11 @@ from slipstream.observe.figures import drawing_script, figure_html, lines, ranki
 from slipstream.observe.page import card, headline, page, sentence, table
 from slipstream.observe.store import RunStore, RunStoreError
 from slipstream.schedule.speeds import SpeedCurve, curve_of_bench
-from slipstream.simulate.against import foretell
+from slipstream.simulate.against import Phase, foretell, read_config
 from slipstream.simulate.costs import GPUS, costs_of
 from slipstream.simulate.outcome import least_steps
 from slipstream.simulate.planning import Need, Offer, Plan, make_plans
+from slipstream.simulate.streamed import foretell_streamed
 from slipstream.simulate.study import Result, compare, renting
 from slipstream.simulate.system import Costs, System
 from slipstream.simulate.systems import SYSTEMS
@@ -175,7 +176,7 @@ def show_comparison(
 
 
 def show_against(run: Path, json_file: Path | None = None) -> None:
-    phases, num_steps = foretell(run)
+    phases, num_steps = foretell(run) if read_config(run).mode == "colocated" else _streamed(run)
     title = f"{run}: {num_steps} steps foretold from those before"
     shown = _new_table(title, "phase", "measured s", "foretold s", "error")
     for phase in phases:
@@ -187,6 +188,11 @@ def show_against(run: Path, json_file: Path | None = None) -> None:
         record = {"what": "slipstream simulate --against", "run": run.name, "steps": num_steps}
         json_file.write_text(json.dumps(record | {"phases": [asdict(phase) for phase in phases]}, indent=1) + "\n")
         console.print(f"written to {json_file}")
+
+
+def _streamed(run: Path) -> tuple[list[Phase], int]:
+    told = foretell_streamed(run)
+    return [Phase("step", told.measured_s, told.foretold_s, abs(told.error))], told.num_steps
 
 
 def what_if_rows(run: Path) -> list[tuple[str, ...]] | str:

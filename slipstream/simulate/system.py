@@ -19,6 +19,8 @@ class System:
     """Generation and training take turns on all GPUs; else each has its own."""
     streams: bool = False
     """Groups are trained as they are done; else a step at once."""
+    in_order: bool = False
+    """Of these, in the order in which they were asked for (train.deterministic)."""
     drafts: tuple[tuple[int, float], ...] = ()
     """(sequences, times the tokens a second with drafts, all told); none if empty."""
     pace: Pace = field(default_factory=Pace)
@@ -43,6 +45,12 @@ class Costs:
     """From the end of training until all workers have the weights."""
     prefill_share: float = 0.005
     """Of the time of decoding a token: that of computing its keys again when a rollout goes on elsewhere."""
+    update_s: float = 0.0
+    """Of training, beside its tokens: the update of the weights, once a step."""
+    micro_batch_tokens: float = 0.0
+    """Where groups are trained as they come: so many tokens are computed together, once they are there."""
+    grading_s: float = 0.0
+    """From the end of a group to where the trainer has it."""
     hand_back_s: float = 0.0
     """Between taking a rollout from a worker and telling the fleet, which may hear other things meanwhile."""
 

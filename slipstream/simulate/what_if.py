@@ -43,7 +43,7 @@ def what_if(run: Path) -> list[Setting]:
     step_s, sequence_s = recorded.decoding(recorded.steps)
     curve = SpeedCurve(tuple((batch, max(LEAST_S, step_s + batch * sequence_s)) for batch in (1, 2)))
     weights_s = max(0.0, statistics.fmean(recorded.rest[step] for step in recorded.steps))
-    costs = recorded.costs(curve, recorded.slots, weights_s)
+    costs = recorded.costs(curve, recorded.slots, weights_s, recorded.steps)
     alone = simulate(COLOCATED, costs, steps, num_gpus=1)
     found = [Setting("colocated", 1, alone.step_s, alone.idle_share)]
     for mode, rules in MODES.items():

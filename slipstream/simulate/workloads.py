@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.rng import keyed_random
 
@@ -19,6 +19,8 @@ class SimulatedStep:
 
     lengths: dict[str, float]
     prompts: dict[str, str]
+    trained: dict[str, float] = field(default_factory=dict)
+    """Tokens that training computes of each, where that is not all: groups of equal rewards teach nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from slipstream.schedule.allocation import Adjuster
+from slipstream.schedule.allocation import Allocator, StepSeen
 from slipstream.schedule.dispatch import WorkerSpec
 from slipstream.schedule.events import (
     CloseStep,
@@ -51,7 +51,7 @@ def simulate(
     most_workers: int = 0,
 ) -> Outcome:
     """`train_gpus` of `num_gpus` train, if they are not shared. `most_workers`: if more than 0, workers are rented and
-    given back from step to step as `schedule.allocation.Adjuster` says, up to so many."""
+    given back from step to step as `schedule.allocation.Allocator` says, up to so many."""
     sizes = {"num_gpus": num_gpus, "train_gpus": train_gpus, "most_workers": most_workers}
     return World(system, costs, steps, changes=changes, **sizes).run()
 
@@ -76,23 +76,26 @@ class World:
         if not system.colocated and train_gpus < 1:
             raise ValueError("training needs GPUs of its own: give train_gpus")
         self._system, self._costs, self._num_gpus = system, costs, num_gpus
+        self._train_gpus = num_gpus if system.colocated else train_gpus
         self._lengths = {uid: length for step in steps for uid, length in step.lengths.items()}
+        self._to_train = self._lengths | {uid: tokens for step in steps for uid, tokens in step.trained.items()}
         self._asks = [
             RolloutsAsked(number, tuple((uid, step.prompts[uid]) for uid in step.lengths))
             for number, step in enumerate(steps, start=1)
         ]
         forecast: Forecast | None = (lambda uid, prompt: self._lengths[uid]) if system.foresees else None
         self.fleet = Fleet(system.rules, forecast)
-        self._trainer = SimulatedTrainer(
-            system.streams, costs.train_gpu_s / (num_gpus if system.colocated else train_gpus)
-        )
+        train_s = costs.train_gpu_s / self._train_gpus
+        self._trainer = SimulatedTrainer(system.streams, train_s, costs.update_s, costs.micro_batch_tokens)
         self._groups: dict[str, _Group] = {}
+        self._in_turn: dict[int, tuple[dict[int, _Group], int]] = {}
+        """By step: groups that are done and wait for earlier ones, and whose turn it is."""
         for ask in self._asks:
             here: dict[str, _Group] = {}
             for uid, prompt in ask.rollouts:
-                group = self._groups[uid] = here.setdefault(prompt, _Group(ask.step))
+                group = self._groups[uid] = here.setdefault(prompt, _Group(ask.step, len(here)))
                 group.num_left += 1
-                group.num_tokens += self._lengths[uid]
+                group.num_tokens += self._to_train[uid]
         self._curve = SpeedCurve(costs.curve.points, system.drafts) if system.drafts else costs.curve
         self._workers: dict[str, SimulatedWorker] = {}
         self._stamps: dict[str, int] = {}
@@ -110,12 +113,11 @@ class World:
         self._closed: dict[int, tuple[str, ...]] = {}
         self._sampled_s: dict[int, float] = {}
         self._done: list[StepTimes] = []
-        self._adjuster = Adjuster() if most_workers else None
-        self._most_workers = most_workers
+        self._allocator = Allocator(1, most_workers) if most_workers else None
         self._lent: set[str] = set()
         self._trains_here = False
         """Whether the workers' own GPUs train just now: then there is nothing to lend."""
-        self._busy_s = self._trained_tokens = self._lent_s = 0.0
+        self._busy_s = self._train_gpu_s = self._lent_s = 0.0
         self._extra_s = self._counted_s = self._loans_counted_s = 0.0
         """Worker-seconds more than those of the workers at the start, up to the last change."""
         self._num_at_start = num_workers
@@ -165,9 +167,8 @@ class World:
                 case CloseStep():
                     self._count_loans()
                     self._trains_here = self._system.colocated
-                    self._closed[action.step] = action.rollouts
                     self._sampled_s[action.step] = self.now_s
-                    self._train()
+                    self._after_grading(lambda close=action: self._close(close))  # type: ignore[misc]
         self._depth -= 1
         if not self._depth:
             self._settle()
@@ -180,7 +181,7 @@ class World:
             group = self._groups.pop(uid)
             group.num_left -= 1
             if not group.num_left:
-                self._trainer.take_in(group.step, group.num_tokens, self.now_s)
+                self._after_grading(lambda done=group: self._take_in(done))  # type: ignore[misc]
             self._tell(RolloutEnded(uid, int(self._lengths[uid])))
         while self._outgrown:
             uid = self._outgrown.popleft()
@@ -290,18 +291,40 @@ class World:
         self._changed[worker.spec.name] = worker
         self._settle()
 
+    def _after_grading(self, happen: Callable[[], None]) -> None:
+        if self._costs.grading_s:
+            self._at(self.now_s + self._costs.grading_s, happen)
+        else:
+            happen()
+
+    def _take_in(self, group: _Group) -> None:
+        if not self._system.in_order:
+            self._trainer.take_in(group.step, group.num_tokens, self.now_s)
+            return
+        waiting, place = self._in_turn.setdefault(group.step, ({}, 0))
+        waiting[group.place] = group
+        while place in waiting:
+            self._trainer.take_in(group.step, waiting.pop(place).num_tokens, self.now_s)
+            place += 1
+        self._in_turn[group.step] = waiting, place
+
+    def _close(self, action: CloseStep) -> None:
+        self._closed[action.step] = action.rollouts
+        self._train()
+
     def _train(self) -> None:
         """If the step that is next in turn is closed: when will it be done?"""
         step = self._trainer.step
         if step in self._closed and not self._trainer.is_ending:
-            num_tokens = sum(self._lengths[uid] for uid in self._closed[step])
+            num_tokens = sum(self._to_train[uid] for uid in self._closed[step])
             self._at(self._trainer.end(num_tokens, self.now_s), self._trained)
 
     def _trained(self) -> None:
         step = self._trainer.step
         ready_s = self.now_s + self._costs.weights_s
         rollouts = self._closed.pop(step)
-        self._trained_tokens += sum(self._lengths[uid] for uid in rollouts)
+        train_gpu_s = sum(self._to_train[uid] for uid in rollouts) * self._costs.train_gpu_s
+        self._train_gpu_s += train_gpu_s + self._costs.update_s * self._train_gpus
         decoding_s = self._busy_s + sum(worker.busy_until(self.now_s) for worker in self._workers.values())
         self._count_workers()
         unit = self._costs.gpus_a_worker
@@ -311,35 +334,44 @@ class World:
             trained_s=self.now_s,
             ready_s=ready_s,
             rollouts=rollouts,
-            busy_gpu_s=decoding_s * unit + self._trained_tokens * self._costs.train_gpu_s,
+            busy_gpu_s=decoding_s * unit + self._train_gpu_s,
             had_gpu_s=self._num_gpus * self.now_s + self._extra_s * unit,
             lent_gpu_s=self._lent_s * unit,
             num_workers=len(self._workers),
         )
-        self._adjust(decoding_s, sum(self._lengths[uid] for uid in rollouts))
+        self._adjust(decoding_s, rollouts)
         self._done.append(times)
         self._trainer.go_on(self.now_s)
         self._at(ready_s, lambda: self._go_on(step))
         self._train()
 
-    def _adjust(self, decoding_s: float, num_tokens: float) -> None:
+    def _adjust(self, decoding_s: float, rollouts: tuple[str, ...]) -> None:
         """After a step: a worker more, or one fewer, if they may come and go."""
-        if self._adjuster is None:
+        if self._allocator is None:
             return
         num_workers = len(self._workers)
-        gen_s = (decoding_s - self._decoded_s) / num_workers
-        self._decoded_s = decoding_s
+        busy_s, self._decoded_s = decoding_s - self._decoded_s, decoding_s
         running = [worker.num_running for worker in self._workers.values()]
         batch = max(1.0, sum(running) / num_workers)
 
         def times_as_long(other: int) -> float:
             return self._curve.token_s(max(1, round(batch * num_workers / other))) / self._curve.token_s(round(batch))
 
-        train_s = self._trainer.token_s * num_tokens
-        change = self._adjuster.observe(gen_s, train_s, num_workers, self._most_workers, times_as_long)
-        if change > 0:
+        before_s = self._done[-1].trained_s if self._done else 0.0
+        seen = StepSeen(
+            step_s=self.now_s - before_s,
+            num_tokens=sum(self._lengths[uid] for uid in rollouts),
+            busy_s=busy_s,
+            train_s=self._trainer.token_s * sum(self._to_train[uid] for uid in rollouts) + self._costs.update_s,
+            num_workers=num_workers,
+            num_wanted=num_workers,
+        )
+        wish = self._allocator.observe(seen, times_as_long)
+        if wish is None:
+            return
+        if wish.num_workers > num_workers:
             self._join(f"rented {next(self._numbers)}")
-        elif change < 0:
+        else:
             self._change(Change(self.now_s, "leave", next(reversed(self._workers))))
 
     def _count_workers(self) -> None:
@@ -361,5 +393,7 @@ class World:
 @dataclass(slots=True)
 class _Group:
     step: int
+    place: int
+    """Among the groups of its step."""
     num_left: int = 0
     num_tokens: float = 0.0

@@ -116,6 +116,8 @@ class Grader:
         self._warm = tuple(verifiers.tasks_to_warm(problems)) if "task" in self._functions else ()
         self._groups: list[_Group] = []
         self._closed = False
+        self.on_answer: Callable[[], None] | None = None
+        """Is called, from another thread, when a call has ended: `poll` may have something."""
         self._pool = self._start_pool()
 
     def __enter__(self) -> Grader:
@@ -185,6 +187,9 @@ class Grader:
         except RuntimeError as error:  # the pool broke since we looked; _revive will find this call
             future = Future()
             future.set_exception(BrokenProcessPool(str(error)))
+        if self.on_answer is not None:
+            ring = self.on_answer
+            future.add_done_callback(lambda _: ring())
         return future
 
     def _start_call(self, group: _Group, function: int, positions: list[int]) -> None:

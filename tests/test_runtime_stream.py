@@ -89,7 +89,9 @@ def test_a_synchronous_run_with_two_workers_has_the_weights_of_a_colocated_one(c
         ledger = store.ledger()
     devices = ("rollout-0", "rollout-1", "trainer")
     seconds = [sum(one.seconds for one in ledger if one.device == device) for device in devices]
-    assert max(seconds) == pytest.approx(min(seconds), rel=0.01), "all were there from the start to the end"
+    assert max(seconds) == pytest.approx(min(seconds), rel=0.1), (
+        "all were there, from one start after the other to the end"
+    )
     accounts = {(one.device, one.account) for one in ledger}
     assert {("rollout-0", "decode"), ("rollout-1", "decode"), ("trainer", "training")} <= accounts
     assert not any(one.account == "training" for one in ledger if one.device != "trainer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import warnings
 from collections.abc import Iterator
@@ -300,6 +301,19 @@ def test_a_damaged_manifest_is_no_version(tmp_path: Path) -> None:
             Receiver(tmp_path, "w", repeats=1).catch_up(model, 0)
     path.write_text(good)
     assert Receiver(tmp_path, "w").catch_up(model, 0).digest == digest
+
+
+def test_a_disk_that_is_full_is_told_of_with_the_file_and_what_to_do(tmp_path: Path) -> None:
+    """A limit on the size of files: the system refuses what is beyond, as it does on a full disk."""
+    publisher = Publisher(tmp_path, dtype=torch.bfloat16, bucket_bytes=SMALL)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL // 2, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"could not be written \(File too large; .* MB are free\).*\.bucket"):
+            publish_steps(publisher, small_llama(0, dtype=torch.bfloat16), range(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert Shelf(tmp_path).names() == []
 
 
 def test_a_publisher_that_died_or_failed_leaves_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,12 +155,21 @@ def _number_of(name: str) -> int:
 def _write(path: Path, *parts: bytes | memoryview) -> None:
     """Complete under its name or not there."""
     partial = path.with_name(f"{TEMPORARY}{path.name}")
-    with partial.open("wb") as file:
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        free_mb = shutil.disk_usage(path.parent).free / 1e6
+        raise OSError(
+            error.errno,
+            f"weights for rollout workers could not be written ({error.strerror}; {free_mb:,.1f} MB are free): free "
+            "some space or move run.dir to a larger disk, then resume the run",
+            str(path),
+        ) from error
 
 
 def _flush(folder: Path) -> None:

@@ -303,11 +303,6 @@ class Config(Section):
             if self.train.ranks > 1:
                 raise ValueError("train.ranks > 1 needs mode=sync, async or rhyme: colocated trains in this process")
             return self
-        if self.draft.source in ("drafter", "both"):
-            raise ValueError(
-                f"draft.source={self.draft.source} has a drafter that learns beside one engine: write mode=colocated, "
-                "or draft.source=history or off"
-            )
         if self.engine.sleep != "off":
             raise ValueError(
                 "engine.sleep makes room for training in the same process: leave it out, or mode=colocated"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
 from slipstream.engine.strategy import DraftCounts
 from slipstream.observe.ledger import Ledger, split_decoding
+from slipstream.runtime.drafter_messages import FromMember
+from slipstream.runtime.drafter_session import DrafterSession
 from slipstream.runtime.rollout_messages import (
     Beat,
     Broke,
@@ -38,6 +40,9 @@ from slipstream.schedule.events import (
     CloseStep,
     FleetEvent,
     HandedBack,
+    Lend,
+    LessonsAdded,
+    Recall,
     RolloutEnded,
     RolloutsAsked,
     Sample,
@@ -116,11 +121,12 @@ class Pool:
         note: Callable[[FleetEvent], None] = lambda event: None,
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
+        drafter: DrafterSession | None = None,
     ) -> None:
         """`start`: a process for the worker of this name, rollout-0 and so on. `note`: is told of workers that come and
-        go."""
-        self._fleet = Fleet(rules)
-        self._ledger = ledger
+        go. `drafter`: how workers without work train one, if there is one that learns."""
+        self._fleet = Fleet(rules if drafter is None else replace(rules, lends_idle=True))
+        self._ledger, self._drafter = ledger, drafter
         self._start, self._silence_s, self._note, self._say, self._clock = start, silence_s, note, say, clock
         self._workers: dict[str, _Worker] = {}
         self._numbers = count()
@@ -160,6 +166,8 @@ class Pool:
         for worker in self._workers.values():
             if worker.here is not None:
                 worker.link.send(TakeWeights(version.number))
+        if self._drafter is not None:
+            self._drafter.new_policy(version.number)
 
     def advance(self) -> list[Rollout]:
         """What has ended by now. Does not wait."""
@@ -196,6 +204,9 @@ class Pool:
         drafts, self._drafts = self._drafts, DraftCounts()
         return drafts
 
+    def take_drafter_metrics(self) -> dict[str, float]:
+        return self._drafter.take_metrics() if self._drafter is not None else {}
+
     def take_forecasts(self) -> dict[str, float]:
         """How good the forecasts of lengths were in the last step that was closed."""
         metrics = self._fleet.forecast_metrics
@@ -216,12 +227,16 @@ class Pool:
                 worker.here = message
                 if self._wanted is not None:
                     worker.link.send(TakeWeights(self._wanted.number))
+                if self._drafter is not None and message.drafter is not None:
+                    self._drafter.join(name, message.drafter)
             case HasWeights():
                 self._see_weights(name, worker, message.version)
             case Ended():
                 self._num_losses = 0
                 del self._rollouts[message.rollout.request.uid]
                 self._ended.append(message.rollout)
+                if self._drafter is not None:
+                    self._drafter.tell(LessonsAdded(1))
                 self._tell(RolloutEnded(message.rollout.request.uid, len(message.rollout.token_ids)))
             case Grown():
                 for piece in message.pieces:
@@ -245,6 +260,8 @@ class Pool:
                 )
             case Broke():
                 raise WorkerBroke(f"rollout worker {name}: {message.reason}\n{worker.link.how_it_ended()}")
+            case _ if isinstance(message, FromMember) and self._drafter is not None:
+                self._drafter.hear(name, message)
             case _:
                 raise AssertionError(f"{name} said {message!r}")
 
@@ -254,6 +271,7 @@ class Pool:
         decoding = split_decoding(spent.decode_s, beat.num_tokens, drafts.num_accepted, drafts.num_drafted)
         waiting = {"tail wait": spent.idle_s} if self._rollouts else {}
         accounts = {"prefill": spent.prefill_s, "graphs": spent.graph_s, "weight sync": spent.weights_s}
+        accounts["drafter training"] = spent.drafter_s
         accounts |= decoding | waiting
         for account, seconds in accounts.items():
             self._ledger.book(name, account, seconds)
@@ -308,6 +326,8 @@ class Pool:
             self._hear(name, worker, message)
         worker.link.close()
         self._ledger.leave(name, self._clock())
+        if self._drafter is not None:
+            self._drafter.leave(name)
         if worker.is_leaving:
             del self._workers[name]
             self._say(f"rollout worker {name} has left; {self.num_workers} are there or on their way")
@@ -348,6 +368,8 @@ class Pool:
                         fresh.setdefault((action.worker, asked.request.group), []).append(asked)
                 case TakeBack():
                     self._workers[action.worker].link.send(GiveBack(action.rollout))
+                case Lend() | Recall() if self._drafter is not None:
+                    self._drafter.tell(action)
                 case CloseStep():
                     pass  # what a step is trained on is the scheduler's to say, which hears of rewards too
                 case _:

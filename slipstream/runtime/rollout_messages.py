@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
 from slipstream.engine.strategy import DraftCounts
+from slipstream.runtime.drafter_messages import FromMember, ToMember
 from slipstream.types import Request, Rollout, WeightVersion
 
 
@@ -46,7 +47,7 @@ class Leave:
     """Tell what is known of running rollouts, and end the process: others go on with them."""
 
 
-ToRolloutWorker = SampleGroup | GoOn | GiveBack | TakeWeights | Leave
+ToRolloutWorker = SampleGroup | GoOn | GiveBack | TakeWeights | Leave | ToMember
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class Here:
     slots: int
     points: tuple[tuple[int, float], ...]
     """Its speed as it measured it: (sequences, seconds of a step)."""
+    drafter: int | None = None
+    """The version of the drafter that it drafts with, if there is one that learns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,9 @@ class Spent:
     """Of steps that made a CUDA graph, or had none yet."""
     weights_s: float = 0.0
     idle_s: float = 0.0
-    """With nothing to sample."""
+    """With nothing to sample, and nothing to learn."""
+    drafter_s: float = 0.0
+    """Teaching the drafter, and taking in what came of it."""
 
     def __add__(self, other: Spent) -> Spent:
         return Spent(
@@ -100,6 +105,7 @@ class Spent:
             self.graph_s + other.graph_s,
             self.weights_s + other.weights_s,
             self.idle_s + other.idle_s,
+            self.drafter_s + other.drafter_s,
         )
 
 
@@ -121,4 +127,4 @@ class Broke:
     reason: str
 
 
-FromRolloutWorker = Here | HasWeights | Ended | Grown | GivenBack | Beat | Broke
+FromRolloutWorker = Here | HasWeights | Ended | Grown | GivenBack | Beat | Broke | FromMember

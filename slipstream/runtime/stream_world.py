@@ -299,6 +299,8 @@ class StreamWorld:
                 return []
             case StateSaved():
                 self._console.note(f"saved {message.path}")
+                if message.problem:
+                    self._console.note(message.problem)
                 self._row(message.step + 1)["timing_s/save"] = message.seconds
                 self._ledger.book(trainer.name, "checkpoint", message.seconds)
                 write_report(self._config.run.dir)
@@ -326,10 +328,12 @@ class StreamWorld:
             "workers/decode_s": spent.decode_s,
             "workers/weights_s": spent.weights_s,
             "workers/idle_s": spent.idle_s,
+            "workers/drafter_s": spent.drafter_s,
             "workers/count": float(self._pool.num_workers),
             "workers/lost": float(self._pool.num_lost),
         }
         row |= self._pool.take_forecasts()
+        row |= self._pool.take_drafter_metrics()
         self._store.add_metrics(action.step, row)
         self._store.add_ledger(self._ledger.close(action.step, time.monotonic()))
         self._log.write(action.step, row)

@@ -27,8 +27,9 @@ from slipstream.observe.ledger import Ledger
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
 from slipstream.runtime.coats import sample_in_process, train_in_process
+from slipstream.runtime.drafter_session import DrafterSession
 from slipstream.runtime.driver import drive
-from slipstream.runtime.folder import LOGS_FOLDER, PROCESSES_FILE, WEIGHTS_FOLDER
+from slipstream.runtime.folder import LOGS_FOLDER, PROCESSES_FILE, VERSIONS_FOLDER, WEIGHTS_FOLDER
 from slipstream.runtime.pool import Pool
 from slipstream.runtime.processes import Doorbell, Link
 from slipstream.runtime.rollouts import OpenGroups
@@ -61,6 +62,8 @@ class StreamParts:
     console: Console
     kept_state: dict[str, Any]
     """Goes into every checkpoint as it is."""
+    drafter_updates: int | None = None
+    """Of the drafter that is published for the workers to begin with; None: there is none that learns."""
 
 
 def stream(
@@ -91,6 +94,7 @@ def stream(
     with ExitStack() as stack:
         ledger, bell = Ledger(), Doorbell()
         pids = {"driver": os.getpid()}
+        workers: dict[str, Link] = {}
 
         def start(name: str, *arguments: Any) -> Link:
             """Its number is written down, for whoever looks after the run."""
@@ -103,7 +107,21 @@ def stream(
 
         def start_worker(name: str) -> Link:
             log_file = run_dir / LOGS_FOLDER / f"{name}.log"
-            return start(name, log_file, worker_threads(config), sample_in_process, config, weights_folder, name)
+            arguments = (sample_in_process, config, weights_folder, name)
+            workers[name] = start(name, log_file, worker_threads(config), *arguments)
+            return workers[name]
+
+        drafter = None
+        if parts.drafter_updates is not None:
+            drafter = DrafterSession(
+                run_dir / VERSIONS_FOLDER,
+                lambda name, message: workers[name].send(message),
+                updates=config.drafter.updates,
+                samples=config.samples_per_step,
+                num_updates=parts.drafter_updates,
+                record=lambda item: write(time.time(), item),
+                say=parts.console.note,
+            )
 
         # How many threads it has is part of what a sum on a CPU comes out as: as many as this process would train with.
         num_threads = max(1, torch.get_num_threads() // config.train.ranks)
@@ -124,6 +142,7 @@ def stream(
             ledger=ledger,
             note=lambda event: write(time.time(), event),
             say=parts.console.note,
+            drafter=drafter,
         )
         stack.callback(pool.close)
         world = StreamWorld(

@@ -10,10 +10,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
+from slipstream.draft import versions
+from slipstream.draft.saved import save_drafter_state
+from slipstream.models.weights import digest_of
 from slipstream.runtime.trainer_messages import (
     FeedSamples,
     FinishStep,
@@ -36,9 +41,16 @@ class WeightSink(Protocol):
 
 
 class TrainerWorker:
-    def __init__(self, rank: TrainerRank, weights: WeightSink | None, say: Callable[[FromTrainer], None]) -> None:
-        """`weights`: None for a rank that only takes part."""
-        self._rank, self._weights, self._say = rank, weights, say
+    def __init__(
+        self,
+        rank: TrainerRank,
+        weights: WeightSink | None,
+        say: Callable[[FromTrainer], None],
+        drafter_folder: Path | None = None,
+    ) -> None:
+        """`weights`: None for a rank that only takes part. `drafter_folder`: of the versions of a drafter that
+        checkpoints are to hold, if there is one."""
+        self._rank, self._weights, self._say, self._drafter_folder = rank, weights, say, drafter_folder
         self._step: int | None = None
         """The one that groups were fed to, if any were."""
         self._busy_s = 0.0
@@ -61,8 +73,23 @@ class TrainerWorker:
                 self._say(WeightsPublished(version, time.perf_counter() - started))
             case SaveState():
                 path = self._rank.save(message.step, message.run_state)
+                problem = self._save_drafter(path, message.step)
                 if path is not None:
-                    self._say(StateSaved(message.step, path, time.perf_counter() - started))
+                    self._say(StateSaved(message.step, path, time.perf_counter() - started, problem))
+
+    def _save_drafter(self, checkpoint: Path | None, step: int) -> str:
+        """The newest version, into the checkpoint; what went wrong, which costs the drafter alone."""
+        if self._drafter_folder is None:
+            return ""
+        digest = digest_of(self._rank.weights())  # all ranks go through them
+        if checkpoint is None:
+            return ""
+        try:
+            state = versions.load_whole(self._drafter_folder)
+            save_drafter_state(checkpoint, replace(state, step=step, target_digest=digest))
+        except (OSError, ValueError) as error:
+            return f"the drafter of {checkpoint} could not be saved: {error}"
+        return ""
 
     def _feed(self, message: FeedSamples) -> None:
         if self._step is None:

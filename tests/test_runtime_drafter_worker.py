@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from slipstream.draft.saved import DrafterState
 from slipstream.runtime.drafter_messages import (
@@ -45,7 +46,7 @@ class Member:
     def train(self, version: int, num_updates: int, _: Path) -> Generator[None, None, int]:
         for _number in range(num_updates):
             if self.fault:
-                raise RuntimeError(self.fault)
+                raise SafetensorError(self.fault)  # as when the folder of shares is gone by then
             self.num_made += 1
             yield
         return num_updates

@@ -77,20 +77,21 @@ class Member:
         its end, it leaves none. RuntimeError if the weights are no longer numbers."""
         self._begin_from(version)
         self.trainer.follow()
-        if not len(self.trainer.lessons):
-            return 0
-        for _ in range(num_updates):
+        num_made = 0
+        while num_made < num_updates and len(self.trainer.lessons):  # which a new policy may have put an end to
             self.trainer.start()
             self.trainer.finish()
-            self._num_made += 1
+            num_made = self._num_made = num_made + 1
             yield
+        if not num_made:
+            return 0
         weights = {f"{WEIGHTS}{name}": one.to("cpu", copy=True) for name, one in self.trainer.weights()}
         if not all(bool(one.isfinite().all()) for one in weights.values()):
             self._trained_from = None  # nor are the moments, then
             raise RuntimeError(f"the drafter of {self.name} has weights that are not numbers")
         share_folder.mkdir(parents=True, exist_ok=True)
-        save_drafter_state(share_folder, DrafterState(version, num_updates, self.target_digest, weights))
-        return num_updates
+        save_drafter_state(share_folder, DrafterState(version, num_made, self.target_digest, weights))
+        return num_made
 
     def give_up(self) -> int:
         """The round that it is in is over, one way or the other: updates that were made in it."""

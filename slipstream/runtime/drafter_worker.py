@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from slipstream.draft.reading import Reader
@@ -28,7 +29,7 @@ from slipstream.runtime.drafter_messages import (
 )
 from slipstream.types import Rollout, WeightVersion
 
-FAULTS = (OSError, ValueError, RuntimeError)
+FAULTS = (OSError, SafetensorError, ValueError, RuntimeError)
 """What may go wrong with a drafter: its files, what is in them, its device."""
 
 

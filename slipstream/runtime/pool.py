@@ -235,9 +235,9 @@ class Pool:
                 self._num_losses = 0
                 del self._rollouts[message.rollout.request.uid]
                 self._ended.append(message.rollout)
-                if self._drafter is not None:
-                    self._drafter.tell(LessonsAdded(1))
                 self._tell(RolloutEnded(message.rollout.request.uid, len(message.rollout.token_ids)))
+                if self._drafter is not None:  # after who has nothing to do now was lent
+                    self._drafter.tell(LessonsAdded(1))
             case Grown():
                 for piece in message.pieces:
                     self._add_tokens(piece)

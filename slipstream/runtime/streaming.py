@@ -29,7 +29,7 @@ from slipstream.observe.store import RunStore
 from slipstream.runtime.coats import sample_in_process, train_in_process
 from slipstream.runtime.drafter_session import DrafterSession
 from slipstream.runtime.driver import drive
-from slipstream.runtime.folder import LOGS_FOLDER, PROCESSES_FILE, VERSIONS_FOLDER, WEIGHTS_FOLDER
+from slipstream.runtime.folder import LESSONS_FOLDER, LOGS_FOLDER, PROCESSES_FILE, VERSIONS_FOLDER, WEIGHTS_FOLDER
 from slipstream.runtime.pool import Pool
 from slipstream.runtime.processes import Doorbell, Link
 from slipstream.runtime.rollouts import OpenGroups
@@ -144,6 +144,7 @@ def stream(
             say=parts.console.note,
             drafter=drafter,
         )
+        stack.callback(shutil.rmtree, run_dir / LESSONS_FOLDER, ignore_errors=True)  # once all are gone
         stack.callback(pool.close)
         world = StreamWorld(
             config,

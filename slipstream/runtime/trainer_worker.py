@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from slipstream.draft import versions
@@ -87,7 +88,7 @@ class TrainerWorker:
         try:
             state = versions.load_whole(self._drafter_folder)
             save_drafter_state(checkpoint, replace(state, step=step, target_digest=digest))
-        except (OSError, ValueError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             return f"the drafter of {checkpoint} could not be saved: {error}"
         return ""
 

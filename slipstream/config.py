@@ -152,7 +152,7 @@ class Drafter(Section):
     """For each step of training. On a GPU as many as possible run beside the last sequences of its rollout, without
     slowing them by more than 3 %; the others, and all on a CPU, come after it, on texts of that step. With mode=sync,
     async or rhyme: of each worker, on its own rollouts, while it has nothing to sample; in two rounds, after which they
-    average what they have learned. If there was time for none, all make one when they get new weights."""
+    average what they have learned. If there was time for none, all make up for it when they get new weights."""
     lr: float = Field(3e-4, gt=0)
     memory_gb: float = Field(2.0, gt=0)
     """On the policy's device, for hidden states to learn from, in each process that has a drafter; what does not fit

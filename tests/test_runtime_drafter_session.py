@@ -184,6 +184,7 @@ def test_if_nobody_ever_waits_all_rest_for_one_round_a_policy(tmp_path: Path) ->
     stage.learn(1)
     stage.session.new_policy(2)
     assert stage.noted == [Rest(("a", "b")), TrainRound(1, "a", ("a", "b"))]
+    assert stage.to("b") == [TrainDrafter(1, 0, UPDATES, tmp_path / SHARES_FOLDER / "1" / "b")], "all of a step's"
     stage.session.tell(Lend("b"))
     stage.session.tell(Recall("b"))  # as when it gets something to sample
     assert not any(isinstance(message, StopDrafter) for _, message in stage.sent), "nobody is called away"
@@ -195,10 +196,21 @@ def test_if_nobody_ever_waits_all_rest_for_one_round_a_policy(tmp_path: Path) ->
     assert stage.session.take_metrics()["drafter/updates_in_tail"] == 0
     stage.learn()
     stage.session.new_policy(3)
-    assert len(stage.noted) == 6, "there was a round since the policy changed"
-    assert stage.session.take_metrics()["drafter/behind"] == 1
+    assert stage.noted[6:] == [Rest(("a", "b")), TrainRound(2, "a", ("a", "b"))], "that was for the one before"
+    stage.session.leave("b")
+    stage.trained("a")
+    stage.averaged("a")
+    stage.learn()
+    stage.lend("a")
+    stage.trained("a")
+    stage.averaged("a")
+    stage.learn()
+    stage.session.tell(Recall("a"))
+    del stage.noted[:]
+    assert stage.session.take_metrics()["drafter/behind"] == 0
     stage.session.new_policy(4)
-    assert stage.noted[6:] == [Rest(("a", "b")), TrainRound(2, "a", ("a", "b"))]
+    assert stage.session.take_metrics()["drafter/behind"] == 1
+    assert stage.noted == [], "there was a round since the policy changed"
 
 
 def test_who_is_at_a_round_that_is_owed_ends_it_before_it_samples(tmp_path: Path) -> None:

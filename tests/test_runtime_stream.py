@@ -181,6 +181,7 @@ def test_workers_that_train_a_drafter_together_sample_the_same_and_checkpoints_h
         taught = {one.device for one in store.ledger() if one.account == "drafter training"}
         assert store.events("TrainRound") and store.events("Publish")
     assert taught == {"rollout-0", "rollout-1"}
+    assert "of them by workers that had nothing to sample" in (run_dir / "report.html").read_text()
     saved = find_drafter(run_dir)
     policy = load_model(str(saved.target), dtype=torch.float32, device=torch.device("cpu"))
     assert saved.state.num_updates > 0 and saved.state.target_digest == fingerprint(policy)

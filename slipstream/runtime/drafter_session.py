@@ -5,7 +5,7 @@ Turns its actions into messages to workers, and their answers and deaths into it
 silent are the pool's. A round is over when everybody who is still there has answered; then the leader averages, and if
 it is gone before it has, the next one does. Who was told to stop or died after it had given its share has still given
 it. A drafter is to learn also where nobody ever waits: if there was no round while the policy was the same, all rest
-from sampling for one when it changes; what they are given to sample meanwhile comes after it.
+from sampling when it changes, for one that makes up for it; what they are given to sample meanwhile comes after it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class DrafterSession:
         """`folder`: of versions and shares, of this session alone; it holds one that took `num_updates`. `updates`: of
         each worker for each step, which has so many `samples`. `record`: writes the event log."""
         self.folder, self._send, self._record, self._say = folder, send, record, say
-        self._updates = math.ceil(updates / ROUNDS)
+        self._updates, self._round_updates = updates, math.ceil(updates / ROUNDS)
         self.coordinator = Coordinator(least_lessons=math.ceil(samples / ROUNDS))
         self.version = 0
         """The newest that was published."""
@@ -96,7 +96,7 @@ class DrafterSession:
         self._policy = self._published_at = 0
         """The policy's version, and what it was when the newest drafter was published."""
         self._is_owed = False
-        """There was no round since the policy changed."""
+        """There was no round since the policy changed, but for one that made up for what was owed then."""
         self._updates_of = {0: num_updates}
         """By version of the drafter."""
         self._means: dict[str, list[tuple[float, int]]] = defaultdict(list)
@@ -195,8 +195,9 @@ class DrafterSession:
     def _begin(self, action: TrainRound) -> None:
         self._num_rounds += 1
         self._round = _Round(self._num_rounds, action.session, set(action.members))
+        num_updates = self._updates if self._resting else self._round_updates
         for name in action.members:
-            self._send(name, TrainDrafter(self._num_rounds, self.version, self._updates, self._share_folder(name)))
+            self._send(name, TrainDrafter(self._num_rounds, self.version, num_updates, self._share_folder(name)))
 
     def _go_on(self) -> None:
         """If all have answered: somebody averages, or there is nothing to average."""
@@ -215,8 +216,8 @@ class DrafterSession:
         assert self._round is not None
         session = self._round.session
         self._drop_round()
-        self._is_owed = False
         resting, self._resting = self._resting, set()
+        self._is_owed = bool(resting)
         self._decide(RoundDone(session))
         for name in sorted(resting - self._lent):
             self._decide(Recall(name))

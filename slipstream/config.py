@@ -161,12 +161,15 @@ class Drafter(Section):
     """A folder of `slipstream train-drafter`, or a run with a drafter: a new run's drafter begins with its weights."""
     updates: int = Field(16, ge=0)
     """For each step of training. On a GPU as many as possible run beside the last sequences of its rollout, without
-    slowing them by more than 3 %; the others, and all on a CPU, come after it, on texts of that step."""
+    slowing them by more than 3 %; the others, and all on a CPU, come after it, on texts of that step. With mode=sync,
+    async or rhyme: of each worker, on its own rollouts, while it has nothing to sample; in two rounds, after which they
+    average what they have learned. If there was time for none, all make up for it when they get new weights."""
     lr: float = Field(3e-4, gt=0)
     memory_gb: float = Field(2.0, gt=0)
-    """On the policy's device, for hidden states to learn from; what does not fit goes to the disk."""
+    """On the policy's device, for hidden states to learn from, in each process that has a drafter; what does not fit
+    goes to the disk."""
     disk_gb: float = Field(8.0, ge=0)
-    """In the run folder, for those; what does not fit there either is left out."""
+    """In the run folder, for those of each; what does not fit there either is left out."""
 
 
 class History(Section):
@@ -331,11 +334,6 @@ class Config(Section):
             if self.train.ranks > 1:
                 raise ValueError("train.ranks > 1 needs mode=sync, async or rhyme: colocated trains in this process")
             return self
-        if self.draft.source in ("drafter", "both"):
-            raise ValueError(
-                f"draft.source={self.draft.source} has a drafter that learns beside one engine: write mode=colocated, "
-                "or draft.source=history or off"
-            )
         if self.engine.sleep != "off":
             raise ValueError(
                 "engine.sleep makes room for training in the same process: leave it out, or mode=colocated"

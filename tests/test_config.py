@@ -56,7 +56,6 @@ def write(folder: Path, name: str, content: dict[str, Any]) -> Path:
         ({"train": {"ranks": 2}}, "train.ranks > 1 needs mode=sync, async or rhyme"),
         ({"mode": "rhyme"}, "write rollout.workers=2 or more"),
         ({"mode": "sync", "engine": {"sleep": "kv"}}, "engine.sleep makes room for training in the same process"),
-        ({"mode": "async", "draft": {"source": "both"}}, "write mode=colocated, or draft.source=history or off"),
     ],
 )  # fmt: skip
 def test_an_error_says_where_and_what_to_write(changes: dict[str, Any], words: str) -> None:

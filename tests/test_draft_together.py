@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
+from test_draft_history import generate, groups
 from test_draft_learned import target
-from test_draft_lesson import show, student
+from test_draft_lesson import show, student, windows_of
 from torch import Tensor
 
 from slipstream.draft import together, versions
 from slipstream.draft.online import DrafterTrainer
+from slipstream.draft.reading import Reader
 from slipstream.draft.saved import DRAFTER_FILE, WEIGHTS, DrafterState, DrafterStateLost
-from slipstream.draft.together import Member, Share, average
+from slipstream.draft.together import Average, Member, Share
+from slipstream.engine.engine import Engine
+from slipstream.models.weights import cast_weights
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +33,28 @@ def one_thread() -> Iterator[None]:
 
 
 TEXTS = {"a": [[5, 6, 7, *range(40, 52)], [5, 6, 8, *range(60, 80)]], "b": [[5, 6, 9, *range(20, 44)]]}
+
+
+T = TypeVar("T")
+
+
+def done(pieces: Generator[None, None, T], most: int = 1000) -> T | None:
+    """What comes of it; None if it takes more pieces than this, after which it is given up."""
+    for _ in range(most + 1):
+        try:
+            next(pieces)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+    pieces.close()
+    return None
+
+
+def average(parts: Iterable[tuple[Mapping[str, Tensor], int]]) -> dict[str, Tensor]:
+    mean = Average()
+    for weights, num_updates in parts:
+        mean.add(weights, num_updates)
+    return mean.weights
 
 
 def test_an_average_by_hand() -> None:
@@ -115,10 +142,6 @@ def weights_of(trainer: DrafterTrainer) -> dict[str, Tensor]:
     return {name: one.clone() for name, one in trainer.weights()}
 
 
-def never() -> bool:
-    return False
-
-
 def test_two_members_train_rounds_as_by_hand(tmp_path: Path) -> None:
     folder, shares = tmp_path / "versions", [Share(tmp_path / "a", 3), Share(tmp_path / "b", 1)]
     a, b = member("a", folder), member("b", folder, seed=1)
@@ -127,12 +150,12 @@ def test_two_members_train_rounds_as_by_hand(tmp_path: Path) -> None:
     for twin, name in zip(twins, "ab", strict=True):
         show(twin, target(), TEXTS[name])
     for number in (1, 2, 3):
-        assert a.train(number - 1, 3, tmp_path / "a", never) == (True, 3)
-        assert b.train(number - 1, 1, tmp_path / "b", never) == (True, 1)
+        assert done(a.train(number - 1, 3, tmp_path / "a")) == 3
+        assert done(b.train(number - 1, 1, tmp_path / "b")) == 1
         twins[0].train(3)
         twins[1].train(1)
         mean = average([(weights_of(twins[0]), 3), (weights_of(twins[1]), 1)])
-        assert a.lead(shares, never) == number
+        assert done(a.lead(shares)) == (number, 4 * number)
         published = versions.load_version(folder, number)
         assert published.num_updates == 4 * number
         assert all(torch.equal(published.weights[name], mean[name]) for name in mean)
@@ -141,8 +164,8 @@ def test_two_members_train_rounds_as_by_hand(tmp_path: Path) -> None:
             twin.num_updates = 4 * number
     # Who was not there in the last round goes on from the leader's moments, and then as the leader would.
     late = member("a", folder)
-    late.train(3, 2, tmp_path / "late", never)
-    a.train(3, 2, tmp_path / "a", never)
+    done(late.train(3, 2, tmp_path / "late"))
+    done(a.train(3, 2, tmp_path / "a"))
     assert all(torch.equal(one, weights_of(a.trainer)[name]) for name, one in weights_of(late.trainer).items())
     moments = versions.load_optimizer(folder, 3)
     assert moments.keys() == {name for name in a.trainer.state_dict() if not name.startswith(WEIGHTS)} and moments
@@ -150,26 +173,58 @@ def test_two_members_train_rounds_as_by_hand(tmp_path: Path) -> None:
 
 def test_it_stops_between_two_updates_and_gives_that_round_up(tmp_path: Path) -> None:
     a = member("a", tmp_path / "versions")
-    answers = iter([False, False, False, True])
-    assert a.train(0, 9, tmp_path / "a", lambda: next(answers)) == (False, 3) and not (tmp_path / "a").exists()
-    answers = iter([False] * 2 + [True])
-    assert a.train(0, 2, tmp_path / "a", lambda: next(answers)) == (False, 2), "in its last update"
-    a.train(0, 2, tmp_path / "a", never)
-    assert a.lead([Share(tmp_path / "a", 2)], lambda: True) is None and versions.numbers(a.folder) == [0]
+    assert done(a.train(0, 9, tmp_path / "a"), most=2) is None and not (tmp_path / "a").exists()
+    assert a.give_up() == 3 and a.give_up() == 0, "told once"
+    assert done(a.train(0, 2, tmp_path / "a"), most=1) is None, "in its last update"
+    assert done(a.train(0, 2, tmp_path / "a")) == 2
+    assert done(a.lead([Share(tmp_path / "a", 2)]), most=0) is None and versions.numbers(a.folder) == [0]
+    assert done(a.lead([Share(tmp_path / "a", 2)])) == (1, 2), "from the version it began with"
 
 
 def test_faults_cost_a_share_and_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = member("a", tmp_path / "versions")
-    a.train(0, 2, tmp_path / "a", never)
+    done(a.train(0, 2, tmp_path / "a"))
     with pytest.warns(UserWarning, match="left out"):
-        assert a.lead([Share(tmp_path / "a", 2), Share(tmp_path / "gone", 2)], never) == 1
+        assert done(a.lead([Share(tmp_path / "a", 2), Share(tmp_path / "gone", 2)])) == (1, 2)
     with pytest.warns(UserWarning), pytest.raises(DrafterStateLost, match="no share"):
-        a.lead([Share(tmp_path / "gone", 2)], never)
+        done(a.lead([Share(tmp_path / "gone", 2)]))
     next(iter(a.trainer.model.parameters())).data.fill_(torch.nan)
     monkeypatch.setattr(together, "write_weights", lambda *_: None)
     with pytest.raises(RuntimeError, match="not numbers"):
-        a.train(1, 1, tmp_path / "a", never)
-    a.train(1, 1, tmp_path / "a", never)
+        done(a.train(1, 1, tmp_path / "a"))
+    done(a.train(1, 1, tmp_path / "a"))
     assert all(one.isfinite().all() for one in a.trainer.state_dict().values()), "from the leader's state"
     a.trainer.lessons.close()
-    assert a.train(1, 2, tmp_path / "a", never) == (True, 0), "nothing to learn from"
+    assert done(a.train(1, 2, tmp_path / "a")) == 0, "nothing to learn from"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off_by"), [(torch.float32, 1e-3), pytest.param(torch.bfloat16, 0.3, marks=pytest.mark.slow)]
+)
+def test_an_engines_policy_reads_what_was_sampled_and_a_drafter_learns_from_it(
+    dtype: torch.dtype, off_by: float
+) -> None:
+    """A fused model, in the engine's number format, gives the hidden states that the trainer's would."""
+    sampled, _ = generate(groups(1, 2))
+    policy = target()
+    cast_weights(policy, dtype)
+    Engine(policy, max_sequences=4, max_length=96)  # which fuses it
+    trainer = DrafterTrainer(policy, lr=3e-3, temperature=1.0, memory_bytes=10**9)
+    reader = Reader(trainer, policy)
+    for rollout in sampled.values():
+        reader.add(rollout)
+    reader.new_policy()
+    assert len(reader) == 2 and len(list(reader.read())) == 1 and len(reader) == 0
+    texts = [(*one.request.prompt_ids, *one.token_ids)[:-1] for one in sampled.values()]
+    for text, kept, wanted in zip(texts, trainer.lessons._new, windows_of(target(), texts, 4), strict=True):
+        window = kept.window(0, kept.num_tokens)
+        assert kept.num_prompt == 4 and window.ids_T.tolist() == list(text)
+        assert (window.features_TF - wanted.features_TF).norm() < off_by * wanted.features_TF.norm()
+    trainer.train(2)
+    before = trainer.take_metrics()["drafter/loss"]
+    trainer.train(4)
+    assert trainer.take_metrics()["drafter/loss"] < before - 0.3
+    reader.add(rollout)
+    reader.new_policy()
+    reader.new_policy()
+    assert len(reader) == 0, "it is of a policy that is no more"

@@ -1,20 +1,24 @@
-"""What becomes of a round when processes die, hang, fail or are called away: the others' goes on."""
+"""What becomes of a round when workers die, fail or are called away: the others' goes on. And that there is one."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from drafter_fakes import fake_worker
 
+from slipstream.runtime.drafter_messages import (
+    AverageShares,
+    DrafterFailed,
+    DrafterStopped,
+    DrafterTaken,
+    DrafterTrained,
+    SharesAveraged,
+    StopDrafter,
+    TakeDrafter,
+    TrainDrafter,
+)
 from slipstream.runtime.drafter_session import SHARES_FOLDER, DrafterSession
-from slipstream.schedule.coordinator import Coordinator
 from slipstream.schedule.events import (
     EndSession,
     Item,
@@ -22,190 +26,213 @@ from slipstream.schedule.events import (
     LessonsAdded,
     Publish,
     Recall,
-    RoundDone,
+    Rest,
     StopTraining,
     TrainRound,
-    WorkerLeft,
 )
 
-SOON_S = 60.0
+UPDATES, SAMPLES = 8, 20
+HALF = SAMPLES // 2
 
 
-class Told(DrafterSession):
-    """Of fake workers, with all that was said."""
+class Stage:
+    """A session of these workers; what it sends them lies there until somebody answers."""
 
-    def __init__(self, folder: Path, habits: dict[str, dict[str, str]], **settings: Any) -> None:
-        self.said = list[Item]()
-        self.pids = dict[str, int]()
-        coordinator = Coordinator(least_lessons=10)
-        super().__init__(folder, updates=4, record=self.said.append, coordinator=coordinator, **settings)
-        for name, habit in habits.items():
-            self.pids[name] = self.start(name, fake_worker, habit)
-        self.wait_until(lambda: len(self.here) == len(habits), SOON_S, "all have started")
-        del self.said[:]
+    def __init__(self, folder: Path, workers: str, updates: int = UPDATES) -> None:
+        self.noted, self.said, self.sent = list[Item](), list[str](), list[tuple[str, Any]]()
+        self.session = DrafterSession(
+            folder,
+            lambda name, message: self.sent.append((name, message)),
+            updates=updates,
+            samples=SAMPLES,
+            record=self.noted.append,
+            say=self.said.append,
+        )
+        for name in workers:
+            self.session.join(name, 0)
 
-    def lend(self, *names: str) -> None:
-        for name in names:
-            self.tell(Lend(name))
-        self.tell(LessonsAdded(10))
+    def lend(self, workers: str) -> None:
+        for name in workers:
+            self.session.tell(Lend(name))
 
-    def until(self, item: Item) -> None:
-        self.wait_until(lambda: item in self.said, SOON_S, f"{item}")
+    def learn(self, count: int = HALF) -> None:
+        self.session.tell(LessonsAdded(count))
 
-    def about(self, version: int) -> str:
-        return (self.folder / f"{version:06d}" / "about").read_text()
+    def to(self, name: str) -> list[Any]:
+        return [message for receiver, message in self.sent if receiver == name]
+
+    def trained(self, name: str, num_updates: int = UPDATES // 2, **metrics: float) -> None:
+        told = [message for message in self.to(name) if isinstance(message, TrainDrafter)][-1]
+        assert told.share_folder == self.session.folder / SHARES_FOLDER / str(told.round) / name
+        self.session.hear(name, DrafterTrained(told.round, num_updates, metrics))
+
+    def shares(self, name: str) -> dict[str, int]:
+        """That it was told to average last."""
+        told = [message for message in self.to(name) if isinstance(message, AverageShares)][-1]
+        return {folder.name: num_updates for folder, num_updates in told.shares}
+
+    def averaged(self, name: str) -> None:
+        told = [message for message in self.to(name) if isinstance(message, AverageShares)][-1]
+        version, num_updates = self.session.version + 1, sum(count for _, count in told.shares)
+        self.session.hear(name, SharesAveraged(told.round, version, 100 + num_updates))
 
 
-def test_a_session_from_beginning_to_end(tmp_path: Path) -> None:
-    with Told(tmp_path, {"a": {}, "b": {"train": "idle"}, "c": {}}) as session:
-        session.lend("b", "a")
-        session.until(EndSession(1))
-        assert session.said == [
-            *(Lend("b"), Lend("a"), LessonsAdded(10), TrainRound(1, "b", ("b", "a"))),
-            *(RoundDone(1), Publish(1, "b"), EndSession(1)),
-        ]
-        assert session.version == 1 and session.about(1) == "b averaged a:4", "b had nothing to learn from"
-        session.wait_until(lambda: set(session.here.values()) == {1}, SOON_S, "all draft with it")
-        session.give("c", "work")
-        session.wait_until(lambda: session.take_results() == [("c", ("c", "work"))], SOON_S, "it samples")
-        with pytest.raises(AssertionError, match="recall it first"):
-            session.give("a", "work")
-        with pytest.raises(TimeoutError, match=r"a miracle: not within 0 s; version 1, awaited of nobody"):
-            session.wait_until(lambda: False, 0.0, "a miracle")
-        processes = [worker.process for worker in session._workers.values()]
-    assert len(processes) == 3 and all(process.exitcode == 0 for process in processes), "they end by themselves"
-    assert not (tmp_path / SHARES_FOLDER).exists()
+def test_a_round_from_beginning_to_end(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "abc")
+    stage.lend("ba")
+    stage.learn(HALF - 1)
+    assert stage.sent == [], "too little to learn from"
+    stage.learn(1)
+    assert [name for name, _ in stage.sent] == ["b", "a"]
+    assert stage.sent[0][1] == TrainDrafter(1, 0, UPDATES // 2, tmp_path / SHARES_FOLDER / "1" / "b")
+    stage.trained("b", 0)
+    stage.trained("a", 4, **{"drafter/loss": 3.0})
+    assert stage.shares("b") == {"a": 4}, "b, who leads, had nothing to learn from"
+    stage.averaged("b")
+    for name in "abc":
+        assert stage.to(name)[-1] == TakeDrafter(1)
+        stage.session.hear(name, DrafterTaken(1))
+    assert stage.noted == [Lend("b"), Lend("a"), TrainRound(1, "b", ("b", "a")), Publish(1, "b"), EndSession(1)]
+    stage.session.join("d", 0)
+    assert stage.to("d") == [TakeDrafter(1)], "who began with an older one"
+    stage.session.hear("d", DrafterTaken(1))
+    metrics = stage.session.take_metrics()
+    assert metrics["drafter/loss"] == 3.0 and metrics["drafter/version"] == metrics["drafter/updates"] == 104
+    assert metrics["drafter/updates_in_tail"] == 4 and metrics["drafter/behind"] == 0
+    assert "drafter/loss" not in stage.session.take_metrics(), "they are taken"
 
 
 @pytest.mark.parametrize("who", ["a", "b"])
-@pytest.mark.parametrize(("habit", "counts"), [("die", False), ("die after", True), ("fail", False)])
+@pytest.mark.parametrize(("fate", "counts"), [("die", False), ("die after", True), ("fail", False)])
 def test_who_dies_or_fails_in_a_round_costs_no_more_than_its_own_updates(
-    tmp_path: Path, who: str, habit: str, counts: bool
+    tmp_path: Path, who: str, fate: str, counts: bool
 ) -> None:
     """Of a and b the one does, the other is called away, and c is left; a leads as long as it is there."""
     other = "b" if who == "a" else "a"
-    with Told(tmp_path, {who: {"train": habit}, other: {"train": "linger"}, "c": {}}) as session:
-        session.lend("a", "b", "c")
-        if habit == "fail":
-            with pytest.warns(UserWarning, match=f"{who} goes on without.*out of memory"):
-                session.wait_until(lambda: bool(session._round and session._round.failed), SOON_S, "it has failed")
-        else:
-            session.until(WorkerLeft(who))
-            assert who not in session.here
-        session.tell(Recall(other))
-        session.until(EndSession(1))
-        shares = " ".join([f"{who}:4"] * counts + ["c:4"])
-        assert session.version == 1 and session.about(1) == f"c averaged {shares}"
-        session.wait_until(lambda: not session._workers[other].awaited, SOON_S, "it has stopped")
-        assert session._workers[other].num_given_up == 3
+    stage = Stage(tmp_path, "abc")
+    stage.lend("abc")
+    stage.learn()
+    stage.session.leave("nobody")
+    # All were idle when there was enough to learn from.
+    assert stage.noted[-1] == TrainRound(1, "a", ("a", "b", "c"))
+    if fate == "fail":
+        stage.session.hear(who, DrafterFailed(1, "out of memory"))
+        assert stage.said == [f"{who} goes on without training the drafter: out of memory"]
+    elif fate == "die after":
+        stage.trained(who)
+        stage.session.leave(who)
+    else:
+        stage.session.leave(who)
+    stage.session.tell(Recall(other))
+    assert stage.to(other)[-1] == StopDrafter() and stage.noted[-1] == StopTraining(other)
+    stage.session.hear(other, DrafterStopped(3))
+    stage.trained("c")
+    assert stage.shares("c") == {who: 4, "c": 4} if counts else {"c": 4}
+    stage.averaged("c")
+    assert stage.noted[-1] == EndSession(1) and stage.session.version == 1
+    assert stage.session.take_metrics()["drafter/updates_given_up"] == 3
 
 
 def test_the_next_averages_if_the_leader_dies_or_fails_at_it(tmp_path: Path) -> None:
-    dies, fails = {"average": "die"}, {"average": "fail"}
-    with Told(tmp_path, {"a": dies, "b": fails, "c": {"average": "die after"}, "d": {}}) as session:
-        with pytest.warns(UserWarning, match="b goes on without"):
-            session.lend("a", "b", "c", "d")
-            session.until(EndSession(1))
-        assert session.said[4:10] == [
-            *(LessonsAdded(10), TrainRound(1, "a", ("a", "b", "c", "d"))),
-            *(WorkerLeft("a"), RoundDone(1), Publish(1, "b"), EndSession(1)),
-        ]
-        assert session.about(session.version) == "c averaged a:4 b:4 c:4 d:4", "also what is the dead one's"
-        session.until(WorkerLeft("c"))
-        session.tell(LessonsAdded(10))
-        with pytest.warns(UserWarning, match="b goes on without"):
-            session.until(EndSession(2))
-        assert session.about(session.version) == "d averaged b:4 d:4"
+    stage = Stage(tmp_path, "abc")
+    stage.lend("abc")
+    stage.learn()
+    for name in "abc":
+        stage.trained(name)
+    assert stage.shares("a") == {"a": 4, "b": 4, "c": 4}
+    stage.session.leave("a")
+    assert stage.shares("b") == {"a": 4, "b": 4, "c": 4}, "also what is the dead one's"
+    stage.session.hear("b", DrafterFailed(1, "the disk is full"))
+    stage.averaged("c")
+    assert stage.noted[-2:] == [Publish(1, "b"), EndSession(1)] and set(stage.session.here) == {"b", "c"}
+    assert not (tmp_path / SHARES_FOLDER).exists()
 
 
 def test_if_nobody_can_nothing_is_published_and_nothing_hangs(tmp_path: Path) -> None:
-    fails = {"train": "fail"}
-    with Told(tmp_path, {"a": fails, "b": fails}) as session, pytest.warns(UserWarning):
-        session.lend("a", "b")
-        session.until(EndSession(1))
-        assert session.version == 0 and session.coordinator.idle == ("a", "b")
-        os.kill(session.pids["a"], signal.SIGKILL)
-        os.kill(session.pids["b"], signal.SIGKILL)
-        session.until(WorkerLeft("a"))
-        session.until(WorkerLeft("b"))
-        assert session.coordinator.idle == () == tuple(session.here)
+    stage = Stage(tmp_path, "ab")
+    stage.lend("ab")
+    stage.learn()
+    for name in "ab":
+        stage.session.hear(name, DrafterFailed(1, "out of memory"))
+    assert stage.session.version == 0 and stage.session.coordinator.idle == ("a", "b")
+    stage.session.leave("a")
+    stage.session.leave("b")
+    assert stage.session.coordinator.idle == () == tuple(stage.session.here)
 
 
-def test_all_are_called_away(tmp_path: Path) -> None:
-    lingers = {"train": "linger"}
-    with Told(tmp_path, {"a": lingers, "b": lingers}) as session:
-        session.lend("a", "b")
-        session.tell(Recall("a"))
-        session.tell(Recall("b"))
-        session.give("a", "work")
-        assert session.said[-5:] == [Recall("a"), StopTraining("a"), Recall("b"), StopTraining("b"), EndSession(1)]
-        session.wait_until(lambda: session.take_results() == [("a", ("a", "work"))], SOON_S, "a samples")
-        session.wait_until(lambda: not session._workers["b"].awaited, SOON_S, "b has stopped")
-        assert [worker.num_given_up for worker in session._workers.values()] == [3, 3] and session.version == 0
-        session.tell(Lend("b"))
-        session.until(TrainRound(2, "b", ("b",)))
+def test_all_are_called_away_and_what_one_had_published_just_then_is_kept(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "ab")
+    stage.lend("ab")
+    stage.learn()
+    stage.trained("a")
+    stage.trained("b")
+    stage.session.tell(Recall("a"))
+    stage.session.tell(Recall("b"))
+    assert stage.noted[-3:] == [StopTraining("b"), EndSession(1)] or stage.noted[-1] == EndSession(1)
+    stage.averaged("a")  # it had, before it heard
+    assert stage.session.version == 1 and stage.to("b")[-1] == TakeDrafter(1)
+    stage.lend("b")
+    assert stage.noted[-1] == TrainRound(2, "b", ("b",)), "what was not learned in a round that was done"
 
 
-@pytest.mark.parametrize(
-    ("what", "habit"),
-    [("start", {}), ("round", {"train": "sleep"}), ("average", {"average": "sleep"}), ("stop", {"train": "sleep"})],
-)
-def test_who_does_not_answer_is_ended_and_the_others_go_on(tmp_path: Path, what: str, habit: dict[str, str]) -> None:
-    with Told(tmp_path, {"a": habit, "b": {}}) as session:
-        if what == "start":
-            session.start("z", fake_worker, {"start": "sleep"})
-        else:
-            session.lend("a", "b")
-        if what == "stop":
-            session.tell(Recall("a"))
-        late = session._workers["z" if what == "start" else "a"]
-        session.wait_until(lambda: what in late.awaited and not session._workers["b"].awaited, SOON_S, "only a is late")
-        session._limits_s[what] = 7.0
-        late.awaited[what] = time.monotonic()
-        with pytest.warns(UserWarning, match=rf"is ended: no answer about {what} within 7 s; version ., awaited of ."):
-            session.until(WorkerLeft(late.process.name))
-        assert not late.process.is_alive()
-        if what != "start":
-            session.until(EndSession(1))
-            assert session.about(session.version) == f"b averaged {'a:4 ' if what == 'average' else ''}b:4"
+def test_if_nobody_ever_waits_all_rest_for_one_round_a_policy(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "ab")
+    stage.session.new_policy(0)
+    stage.learn(HALF - 1)
+    stage.session.new_policy(1)
+    assert stage.sent == [], "too little to learn from"
+    stage.learn(1)
+    stage.session.new_policy(2)
+    assert stage.noted == [Rest(("a", "b")), TrainRound(1, "a", ("a", "b"))]
+    assert stage.to("b") == [TrainDrafter(1, 0, UPDATES, tmp_path / SHARES_FOLDER / "1" / "b")], "all of a step's"
+    stage.session.tell(Lend("b"))
+    stage.session.tell(Recall("b"))  # as when it gets something to sample
+    assert not any(isinstance(message, StopDrafter) for _, message in stage.sent), "nobody is called away"
+    stage.trained("a")
+    stage.trained("b")
+    stage.averaged("a")
+    assert stage.noted[2:] == [Publish(1, "a"), EndSession(1), Recall("a"), Recall("b")]
+    assert stage.session.coordinator.idle == (), "they sample"
+    assert stage.session.take_metrics()["drafter/updates_in_tail"] == 0
+    stage.learn()
+    stage.session.new_policy(3)
+    assert stage.noted[6:] == [Rest(("a", "b")), TrainRound(2, "a", ("a", "b"))], "that was for the one before"
+    stage.session.leave("b")
+    stage.trained("a")
+    stage.averaged("a")
+    stage.learn()
+    stage.lend("a")
+    stage.trained("a")
+    stage.averaged("a")
+    stage.learn()
+    stage.session.tell(Recall("a"))
+    del stage.noted[:]
+    assert stage.session.take_metrics()["drafter/behind"] == 0
+    stage.session.new_policy(4)
+    assert stage.session.take_metrics()["drafter/behind"] == 1
+    assert stage.noted == [], "there was a round since the policy changed"
 
 
-DRIVER = """
-import sys, time
-from pathlib import Path
-from drafter_fakes import fake_worker
-from slipstream.runtime.drafter_session import DrafterSession
-from slipstream.schedule.events import Lend
-if __name__ == "__main__":
-    session = DrafterSession(Path(sys.argv[1]))
-    pids = [session.start(name, fake_worker) for name in "ab"]
-    session.wait_until(lambda: len(session.here) == 2, 60.0, "start")
-    print(*pids, flush=True)
-    time.sleep(1000)
-"""
+def test_who_is_at_a_round_that_is_owed_ends_it_before_it_samples(tmp_path: Path) -> None:
+    """As in mode=sync, where all wait for the policy, and are asked to sample as soon as it is there."""
+    stage = Stage(tmp_path, "abc")
+    stage.session.new_policy(0)
+    stage.lend("ab")
+    stage.learn()
+    stage.session.new_policy(1)
+    assert not any(isinstance(item, Rest) for item in stage.noted), "c, who is late, does not rest"
+    stage.session.tell(Recall("a"))
+    stage.session.tell(Recall("b"))
+    stage.trained("a")
+    stage.session.leave("b")
+    stage.averaged("a")
+    assert stage.noted[-2:] == [EndSession(1), Recall("a")] and stage.session.coordinator.idle == ()
 
 
-def is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-def test_no_process_outlives_the_driver(tmp_path: Path) -> None:
-    script = tmp_path / "driver.py"
-    script.write_text(DRIVER)
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
-    environment = os.environ | {"PYTHONPATH": paths}
-    with subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "run")], stdout=subprocess.PIPE, text=True, env=environment
-    ) as driver:
-        assert driver.stdout is not None
-        pids = [int(word) for word in driver.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(is_there, pids))
-        driver.kill()
-    end_s = time.monotonic() + SOON_S
-    while any(map(is_there, pids)) and time.monotonic() < end_s:
-        time.sleep(0.02)
-    assert not any(map(is_there, pids))
+def test_without_updates_nothing_is_trained(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "ab", updates=0)
+    stage.lend("ab")
+    stage.learn(100)
+    stage.session.new_policy(0)
+    stage.session.new_policy(1)
+    assert stage.sent == []

@@ -1,149 +1,135 @@
-"""The worker's side of the pipe: it obeys in order, stops when told, samples whatever becomes of the drafter."""
+"""A rollout worker's part in the drafter: piece by piece, given up when told, told of when it fails."""
 
 from __future__ import annotations
 
-import multiprocessing
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
 
 from slipstream.draft.saved import DrafterState
 from slipstream.runtime.drafter_messages import (
-    Average,
-    Averaged,
-    Failed,
-    Here,
-    Result,
-    Stop,
-    Stopped,
-    Take,
-    Taken,
-    Train,
-    Trained,
-    Work,
+    AverageShares,
+    DrafterFailed,
+    DrafterStopped,
+    DrafterTaken,
+    DrafterTrained,
+    SharesAveraged,
+    StopDrafter,
+    TakeDrafter,
+    TrainDrafter,
 )
 from slipstream.runtime.drafter_worker import DrafterWorker
+from slipstream.types import WeightVersion
 
 NOWHERE = Path("nowhere")
 
 
+class Trainer:
+    def take_metrics(self) -> dict[str, float]:
+        return {"drafter/loss": 2.0, "drafter/updates": 99.0}
+
+
 class Member:
-    """As `together.Member`, with updates that take as long as somebody lets them."""
+    """As `together.Member`, without a model."""
 
     def __init__(self) -> None:
-        self.version, self.fault = 3, ""
-        self.in_update, self.go_on = threading.Event(), threading.Event()
-        self.go_on.set()
-        self.trainer: Any = type("Trainer", (), {"lessons": [1, 2]})()
+        self.version, self.fault, self.num_made, self.trainer, self.target_digest = 3, "", 0, Trainer(), ""
 
     def newest(self) -> DrafterState:
         if self.fault:
             raise OSError(self.fault)
         return DrafterState(self.version, 0, "", {"model.w": torch.tensor(float(self.version))})
 
-    def train(self, version: int, num_updates: int, _: Path, stopped: Callable[[], bool]) -> tuple[bool, int]:
-        if self.fault:
-            raise RuntimeError(self.fault)
-        for number in range(num_updates):
-            self.in_update.set()
-            assert self.go_on.wait(60)
-            if stopped():
-                return False, number + 1
-        return True, num_updates
+    def train(self, version: int, num_updates: int, _: Path) -> Generator[None, None, int]:
+        for _number in range(num_updates):
+            if self.fault:
+                raise SafetensorError(self.fault)  # as when the folder of shares is gone by then
+            self.num_made += 1
+            yield
+        return num_updates
 
-    def lead(self, shares: list[Any], stopped: Callable[[], bool]) -> int | None:
-        return None if stopped() else self.version + len(shares)
+    def give_up(self) -> int:
+        num_made, self.num_made = self.num_made, 0
+        return num_made
+
+    def lead(self, shares: list[Any]) -> Generator[None, None, tuple[int, int]]:
+        for _ in shares:
+            yield
+        return self.version + 1, 10 * len(shares)
 
 
-class Sampler:
+class Texts:
+    """As `reading.Reader`: two pieces to read."""
+
+    num_policies = 0
+
+    def read(self) -> Iterator[None]:
+        yield
+        yield
+
+    def new_policy(self) -> None:
+        self.num_policies += 1
+
+
+class Played:
     def __init__(self) -> None:
-        self.todo, self.drafts_with = list[str](), list[float]()
+        self.member, self.texts, self.said, self.drafts_with = Member(), Texts(), list[Any](), list[float]()
+        self.worker = DrafterWorker(
+            self.member,  # type: ignore[arg-type]
+            self.texts,  # type: ignore[arg-type]
+            lambda weights: self.drafts_with.extend(float(one) for _, one in weights),
+            self.said.append,
+        )
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.todo)
-
-    def submit(self, work: str) -> None:
-        self.todo += work
-
-    def step(self) -> list[str]:
-        return [self.todo.pop(0)]
-
-    def draft_with(self, weights: dict[str, Tensor]) -> None:
-        self.drafts_with.append(float(weights["w"]))
-
-
-@contextmanager
-def serving(member: Member, sampler: Sampler) -> Iterator[Connection]:
-    ours, theirs = multiprocessing.Pipe()
-    worker = DrafterWorker(theirs, member, sampler)  # type: ignore[arg-type]
-    thread = threading.Thread(target=worker.serve, daemon=True)
-    thread.start()
-    yield ours
-    ours.close()
-    thread.join(60)
-    assert not thread.is_alive(), "it ends with its pipe"
+    def pieces(self) -> int:
+        """Until there is nothing left to do."""
+        count = 0
+        while self.worker.is_busy:
+            self.worker.advance()
+            count += 1
+        return count
 
 
-def answers(pipe: Connection, count: int) -> list[object]:
-    got = []
-    for _ in range(count):
-        assert pipe.poll(60), got
-        got.append(pipe.recv())
-    return got
+def test_it_trains_leads_and_takes() -> None:
+    played = Played()
+    assert played.worker.version == 3 and played.drafts_with == [3.0] and not played.worker.is_busy
+    played.worker.obey(TrainDrafter(1, 3, 5, NOWHERE))
+    assert played.pieces() == 2 + 5 + 1 and played.said == [DrafterTrained(1, 5, {"drafter/loss": 2.0})]
+    played.worker.obey(AverageShares(1, ((NOWHERE, 5), (NOWHERE, 5))))
+    assert played.pieces() == 3 and played.said[1:] == [SharesAveraged(1, 4, 20)]
+    played.member.version = 4
+    played.worker.obey(TakeDrafter(4))
+    assert played.said[2:] == [DrafterTaken(4)] and played.drafts_with == [3.0, 4.0] and played.worker.version == 4
+    played.worker.new_policy(WeightVersion(7, "of seven"))
+    assert played.member.target_digest == "of seven" and played.texts.num_policies == 1
 
 
-def test_it_trains_leads_takes_and_samples() -> None:
-    member, sampler = Member(), Sampler()
-    with serving(member, sampler) as pipe:
-        assert answers(pipe, 1) == [Here(3, 2)] and sampler.drafts_with == [3.0]
-        for message in (Train(1, 3, 5, NOWHERE), Average(1, ((NOWHERE, 5),)), Work("xy")):
-            pipe.send(message)
-        assert answers(pipe, 4) == [Trained(1, 5), Averaged(1, 4), Result("x"), Result("y")]
-        pipe.send(Stop())
-        assert answers(pipe, 1) == [Stopped(0)], "there was nothing to stop"
-        member.version = 4
-        pipe.send(Take(4))
-        assert answers(pipe, 1) == [Taken(4)] and sampler.drafts_with == [3.0, 4.0]
+def test_told_to_stop_it_does_no_other_piece() -> None:
+    played = Played()
+    played.worker.obey(TrainDrafter(1, 3, 5, NOWHERE))
+    for _ in range(2 + 3):
+        played.worker.advance()
+    played.worker.obey(StopDrafter())
+    assert not played.worker.is_busy and played.said == [DrafterStopped(3)]
+    played.worker.obey(StopDrafter())
+    assert played.said[1:] == [DrafterStopped(0)], "there was nothing to stop"
+    played.worker.obey(TrainDrafter(2, 3, 5, NOWHERE))
+    played.worker.advance()
+    played.worker.obey(StopDrafter())
+    assert played.said[2:] == [DrafterStopped(0)], "it was reading"
+    played.worker.obey(TrainDrafter(3, 3, 1, NOWHERE))
+    played.pieces()
+    assert played.said[3:] == [DrafterTrained(3, 1, {"drafter/loss": 2.0})], "what it was told before is over"
 
 
-def test_told_to_stop_in_an_update_it_makes_no_other_and_what_was_said_meanwhile_is_not_lost() -> None:
-    member, sampler = Member(), Sampler()
-    with serving(member, sampler) as pipe:
-        answers(pipe, 1)
-        member.go_on.clear()
-        pipe.send(Train(1, 3, 5, NOWHERE))
-        assert member.in_update.wait(60)
-        for message in (Take(3), Stop(), Work("x"), Train(2, 3, 5, NOWHERE)):
-            pipe.send(message)
-        member.go_on.set()
-        got = answers(pipe, 4)
-        assert got[:2] == [Taken(3), Stopped(1)]
-        assert Result("x") in got and Failed(2, "asked to train the drafter while it samples") in got
-        pipe.send(Train(3, 3, 2, NOWHERE))
-        assert answers(pipe, 1) == [Trained(3, 2)], "what it was told before is over"
-
-
-def test_a_fault_of_the_drafter_is_told_and_it_samples_on() -> None:
-    member, sampler = Member(), Sampler()
-    with serving(member, sampler) as pipe:
-        answers(pipe, 1)
-        member.fault = "no space"
-        for message in (Take(4), Train(1, 3, 5, NOWHERE), Work("x")):
-            pipe.send(message)
-        faults = Failed(None, "version 4 of the drafter: no space"), Failed(1, "no space")
-        assert answers(pipe, 3) == [*faults, Result("x")]
-
-
-def test_if_nobody_is_left_to_hear_it_ends_in_the_middle_of_a_round() -> None:
-    member = Member()
-    with serving(member, Sampler()) as pipe:
-        answers(pipe, 1)
-        pipe.send(Train(1, 3, 10**9, NOWHERE))
-        assert member.in_update.wait(60)
+def test_a_fault_of_the_drafter_is_told_and_nothing_else_comes_of_it() -> None:
+    played = Played()
+    played.member.fault = "no space"
+    played.worker.obey(TakeDrafter(4))
+    played.worker.obey(TrainDrafter(1, 3, 5, NOWHERE))
+    played.pieces()
+    assert played.said == [DrafterFailed(None, "version 4 of the drafter: no space"), DrafterFailed(1, "no space")]
+    assert played.worker.version == 3

@@ -16,8 +16,12 @@ from test_runtime import FACTS, SETTINGS, measured, rollouts, start
 from transformers import AutoModelForCausalLM
 
 from slipstream.config import load_config
+from slipstream.draft.saved import load_drafter_state
+from slipstream.models.loading import load_model
+from slipstream.models.weights import fingerprint
 from slipstream.observe.store import RunStore
 from slipstream.runtime.control import ask_for_workers, workers_asked_for
+from slipstream.runtime.drafters import export_from, find_drafter
 from slipstream.runtime.folder import RunFolder
 from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.local import run_training
@@ -196,6 +200,60 @@ def test_a_run_that_is_a_step_ahead_keeps_the_bound_also_when_it_is_resumed(
     assert sorted({int(one.group.split("/")[1]) for one in stored}) == list(range(STEPS * 3)), "no prompt is left out"
     assert any(one.first_version == one.step - 2 for one in stored), "some were sampled ahead"
     assert names.index(("Generate", 2)) < names.index(("StepTrained", 1))
+
+
+def test_workers_that_train_a_drafter_together_sample_the_same_and_checkpoints_hold_it(
+    colocated: Path, tmp_path: Path
+) -> None:
+    run_dir, drafter = tmp_path / "run", {"updates": 4, "lr": 4e-3}
+    recipe = write_recipe(tmp_path, "run", **SYNC, draft={"source": "drafter"}, drafter=drafter)
+    assert run_training(load_config(recipe), quiet=True).reason == "done"
+    assert_same_run(run_dir, colocated)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["drafter/updates"] >= 4 and any(row.get("drafter/loss", 0.0) > 0 for row in rows)
+    assert sum(row.get("rollout/spec_drafted", 0) for row in rows) > 0 and rows[-1]["drafter/version"] > 0
+    with RunStore(run_dir, read_only=True) as store:
+        taught = {one.device for one in store.ledger() if one.account == "drafter training"}
+        assert store.events("TrainRound") and store.events("Publish")
+    assert taught == {"rollout-0", "rollout-1"}
+    assert "of them by workers that had nothing to sample" in (run_dir / "report.html").read_text()
+    saved = find_drafter(run_dir)
+    policy = load_model(str(saved.target), dtype=torch.float32, device=torch.device("cpu"))
+    assert saved.state.num_updates > 0 and saved.state.target_digest == fingerprint(policy)
+    assert any(name.startswith("optimizer.") for name in saved.state.tensors), "what its training goes on from"
+    lines = export_from(run_dir, tmp_path / "exported", file_format=None, dtype="float32", target=None)
+    assert "a drafter for" in lines[0] and (tmp_path / "exported" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_worker_killed_while_it_trains_the_drafter_changes_nothing_and_a_resumed_run_goes_on_with_it(
+    colocated: Path, tmp_path: Path
+) -> None:
+    """The leader of a round is killed in it, then the whole run; drafts come from both sources."""
+    run_dir, drafter = tmp_path / "run", {"updates": 60, "lr": 1e-3}
+    rollout = SYNC["rollout"] | {"silence_s": 60}
+    recipe = write_recipe(
+        tmp_path, "run", **SYNC | {"rollout": rollout}, draft={"source": "both"}, drafter=drafter,
+        history={"warm_from": str(colocated)},
+    )  # fmt: skip
+    run = start(recipe)
+    wait_for(run_dir, 0)
+    leader, until_s = "", time.monotonic() + 120
+    while not leader and time.monotonic() < until_s:
+        with RunStore(run_dir, read_only=True) as store:
+            leader = next((event.payload["leader"] for event in store.events("TrainRound")), "")
+        time.sleep(0.02)
+    os.kill(pid_of(run_dir, leader), signal.SIGKILL)
+    wait_for(run_dir, 3)
+    os.kill(run.pid, signal.SIGKILL)
+    said, _ = run.communicate(timeout=100)
+    assert f"{leader} is started again" in said, said
+    before = load_drafter_state(run_dir / "checkpoints" / "step_2").num_updates
+    assert run_training(load_config(recipe), resume=True, quiet=True).reason == "done"
+    assert_same_run(run_dir, colocated)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert before > 0 and rows[3]["drafter/updates"] >= before, "it goes on from where it was"
+    assert find_drafter(run_dir).state.num_updates >= before
 
 
 @pytest.mark.slow

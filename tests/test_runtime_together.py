@@ -1,211 +1,237 @@
-"""Real processes train a drafter of the tiny model together; some are killed, called away, come late; nobody's rollouts
-are other than without any drafter."""
+"""Rollout workers that train a drafter together, of which some are killed, hang, come late or never have time: their
+rollouts are those of an engine without any drafter, and the drafter is there."""
 
 from __future__ import annotations
 
-import os
-import signal
+import random
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from drafter_workers import Gate, Texts, taught_by, worker
-from test_draft_history import generate, groups
-from test_draft_learned import target
-from test_draft_lesson import packed, windows_of
+from test_runtime_pool import GROUPS, SLOTS, Clock, LocalLink, Shelf, Stage, content, undisturbed, version_of
+from tiny_models import group, small_llama
+from transformers import PreTrainedModel
 
-from slipstream.draft import versions
-from slipstream.draft.eagle import build_draft
-from slipstream.draft.lesson import lesson_loss
-from slipstream.draft.saved import DrafterState
+from slipstream.draft import online, versions
+from slipstream.draft.history import HistoryDrafter
+from slipstream.draft.learned import ModelGuesser
+from slipstream.draft.online import DrafterTrainer
+from slipstream.draft.reading import Reader
+from slipstream.draft.together import Member
+from slipstream.engine.engine import Engine
+from slipstream.engine.strategy import Always, Strategy
+from slipstream.observe.ledger import Ledger
 from slipstream.runtime.drafter_session import DrafterSession
-from slipstream.schedule.coordinator import Coordinator
-from slipstream.schedule.events import EndSession, Item, Lend, LessonsAdded, Publish, Recall, TrainRound, WorkerLeft
-from slipstream.types import Request, Rollout, SamplingParams
+from slipstream.runtime.drafter_worker import DrafterWorker
+from slipstream.runtime.pool import Pool
+from slipstream.runtime.rollout_messages import Here
+from slipstream.runtime.rollout_worker import PastTexts, RolloutWorker
+from slipstream.schedule.events import EndSession, Item, Rest, StopTraining, TrainRound
+from slipstream.schedule.rules import MODES
+from slipstream.types import Rollout, WeightVersion
 
-Work = list[list[Request]]
+UPDATES = 4
+LONG = [group("1/90", (5, 6, 7), 1, max_new_tokens=60), group("1/91", (5, 6, 8), 2, max_new_tokens=10)]
+MIXED = [group("1/80", (5, 6, 7), 4, max_new_tokens=6), group("1/81", (5, 6, 8), 8, max_new_tokens=40)]
+"""As many as two workers have slots for."""
+FEW, LATER = GROUPS[:3], [group("2/9", (9, 8, 7), 3)]
 
-UPDATES = 3
-LESSONS = 1000
-"""A round's, so that it is here that one is begun."""
-SOON_S = 120.0
 
-
-@contextmanager
-def one_thread() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(online, "LESSON_TOKENS", 64)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    yield
+    torch.set_num_threads(before)
 
 
-def held_out_loss(state: DrafterState, texts: Texts) -> float:
-    model = target()
-    draft = build_draft(model.config, "eagle3")
-    draft.load_state_dict(state.weights, strict=False)
-    windows = windows_of(model, texts, 4)
-    lesson = packed(windows, sum(len(window.ids_T) for window in windows))
-    with torch.no_grad():
-        return float(
-            lesson_loss(draft, model.get_input_embeddings(), model.get_output_embeddings(), lesson, passes=4).loss
+class LearningLink(LocalLink):
+    """A worker whose engine drafts with the newest version, and that learns when it is told to."""
+
+    def __init__(self, name: str, clock: Clock, shelf: Any, folder: Path) -> None:
+        super().__init__(name, clock, shelf)
+        guesser = ModelGuesser(num_slots=SLOTS)
+        drafter = HistoryDrafter(
+            num_slots=SLOTS,
+            max_drafts=4,
+            library_tokens=0,
+            device=torch.device("cpu"),
+            past=lambda ids: (),
+            rule="aimd",
+            guesser=guesser,
         )
+        model, policy = small_llama(9).requires_grad_(False), Always(Strategy(4.0, 0, 4))
+        engine = Engine(model, max_sequences=SLOTS, max_length=96, drafter=drafter, policy=policy)
+        trainer = DrafterTrainer(model, lr=3e-3, temperature=1.0, memory_bytes=10**9, seed=int(name[-1]))
+        member = Member(trainer, folder, name=name, target_digest="")
+        self.drafter = DrafterWorker(member, Reader(trainer, model), guesser.write, self._outbox.append)
+        self._outbox[:] = [Here(SLOTS, ((1, 0.01), (SLOTS, 0.02)), self.drafter.version)]
+        self.worker = RolloutWorker(engine, shelf, PastTexts(), self._outbox.append, clock, self.drafter)
 
 
-class Crew(DrafterSession):
-    def __init__(self, folder: Path, texts: dict[str, Texts]) -> None:
-        self.said = list[Item]()
-        self.texts, self.gates, self.pids = texts, folder / "gates", dict[str, int]()
-        self.gates.mkdir()
-        coordinator = Coordinator(least_idle=1, least_lessons=LESSONS)
-        super().__init__(folder / "drafter", updates=UPDATES, coordinator=coordinator, record=self.said.append)
-
-    def begin(self, name: str) -> None:
-        self.pids[name] = self.start(name, worker, self.texts[name], ord(name), self.gates)
-
-    def until_here(self, *names: str) -> None:
-        self.wait_until(lambda: set(names) <= set(self.here), SOON_S, f"{names} have started")
-
-    def lend(self, *names: str) -> None:
-        for name in names:
-            self.tell(Lend(name))
-
-    def gate(self, name: str) -> Gate:
-        gate = Gate(self.gates, name)
-        gate.shut()
-        return gate
-
-    def until_waits(self, gate: Gate) -> None:
-        for _ in range(int(SOON_S / 0.05)):
-            if gate.somebody_waits:
-                return
-            self.wait(0.05)
-        raise TimeoutError("nobody came to the gate")
-
-    def begin_round(self) -> None:
-        self.tell(LessonsAdded(LESSONS))
-
-    def end_round(self) -> DrafterState:
-        """When it is published, and taken in by all who are there."""
-        num_ended = sum(isinstance(item, EndSession) for item in self.said)
-        self.wait_until(
-            lambda: sum(isinstance(item, EndSession) for item in self.said) > num_ended, SOON_S, "the round is over"
+class Learning(Stage):
+    def __init__(
+        self, mode: str, num_workers: int, folder: Path, samples: int, silence_s: float = 60.0, shelf: Any = None
+    ) -> None:
+        self.folder = folder
+        super().__init__(mode, num_workers, silence_s, shelf)
+        for link in self.links.values():
+            link.close()
+        self.links.clear()
+        self.started.clear()
+        self.items, self.ledger = list[Item](), Ledger()
+        self.session = DrafterSession(
+            folder,
+            lambda name, message: self.links[name].send(message),
+            updates=UPDATES,
+            samples=samples,
+            record=self.items.append,
+            say=self.said.append,
         )
-        return versions.load_version(self.folder, self.version)
+        self.pool = Pool(
+            MODES[mode],
+            num_workers,
+            self.start,
+            silence_s=silence_s,
+            ledger=self.ledger,
+            note=self.noted.append,
+            say=self.said.append,
+            clock=self.clock,
+            drafter=self.session,
+        )
+        self.pool.give_weights(version_of(0))
 
-    def until_taken(self, *names: str) -> None:
-        self.wait_until(lambda: all(self.here[name] == self.version for name in names), SOON_S, "all have it")
+    def start(self, name: str) -> LocalLink:
+        self.links[name] = LearningLink(name, self.clock, self.shelf, self.folder)
+        self.started.append(self.links[name])
+        return self.links[name]
 
-    def sampled(self, name: str, count: int) -> dict[str, Rollout]:
-        got = list[tuple[str, Rollout]]()
+    def at_it(self) -> list[str]:
+        """Who is in the middle of something about the drafter."""
+        return [name for name, link in self.links.items() if isinstance(link, LearningLink) and link.drafter.is_busy]
 
-        def all_there() -> bool:
-            got.extend(self.take_results())
-            return len(got) >= count
+    def until(self, is_so: Any) -> dict[str, Rollout]:
+        ended: dict[str, Rollout] = {}
+        for _ in range(500):
+            if is_so():
+                return ended
+            ended |= {rollout.request.uid: rollout for rollout in self.advance()}
+        raise AssertionError("it never is")
 
-        self.wait_until(all_there, SOON_S, f"{name} has sampled {count}")
-        assert {sender for sender, _ in got} == {name}
-        return {rollout.request.uid: rollout for _, rollout in got}
+    def all_have_it(self) -> bool:
+        return set(self.session.here.values()) == {self.session.version} and len(self.session.here) == len(self.links)
+
+
+def test_an_idle_worker_learns_while_another_samples_and_all_draft_with_what_came_of_it(tmp_path: Path) -> None:
+    stage = Learning("sync", 2, tmp_path, samples=4)
+    for number, requests in enumerate(LONG):
+        stage.pool.ask(1, f"prompt {number}", requests)
+    ended = stage.until(stage.at_it)
+    (learner,) = stage.at_it()
+    sampler = next(link for name, link in stage.links.items() if name != learner)
+    assert sampler.worker.has_work and not sampler.drafter.is_busy  # type: ignore[attr-defined]
+    ended |= stage.until(lambda: stage.session.version == 1 and stage.all_have_it())
+    assert stage.pool.has_work, "the long one is not done yet, and goes on with the new drafter"
+    ended |= stage.until_done()
+    assert content(ended) == undisturbed(LONG)
+    assert any(4 in rollout.origins for rollout in ended.values()), "some drafts were right"
+    metrics = stage.pool.take_drafter_metrics()
+    assert metrics["drafter/updates_in_tail"] == metrics["drafter/updates"] >= UPDATES // 2
+    assert metrics["drafter/loss"] > 0
+    assert versions.load_newest(tmp_path).target_digest == version_of(0).digest, "it is known whose drafter it is"
+    stage.advance()
+    accounts = {(one.device, one.account) for one in stage.ledger.close(1, stage.clock())}
+    assert (learner, "drafter training") in accounts
 
 
 @pytest.mark.slow
-def test_workers_train_together_are_killed_called_away_and_come_late(tmp_path: Path) -> None:
-    long, _ = generate(groups(4, 3))
-    by_group = [[[*one.request.prompt_ids, *one.token_ids] for one in list(long.values())[n::4]] for n in range(4)]
-    short = SamplingParams(max_new_tokens=20, stop_token_ids=(2,))
-    work = [[replace(request, sampling=short) for request in group] for group in groups(2, 3)]
-    plain, _ = generate(work)
-    with Crew(tmp_path, dict(zip("abc", by_group, strict=False))) as crew, one_thread():
-        crew.begin("a")
-        crew.begin("b")
-        crew.until_here("a", "b")
-        first = versions.load_version(crew.folder, 0)
-        last = together_as_by_hand(crew, first)
-        assert held_out_loss(last, by_group[3]) < held_out_loss(first, by_group[3]) - 0.5
-        assert called_away(crew, work[:1]) == {request.uid: plain[request.uid] for request in work[0]}
-        drafted = the_leader_is_killed_while_somebody_samples(crew, work)
-        assert drafted == plain and any(4 in rollout.origins for rollout in drafted.values()), "some drafts were right"
-        a_follower_is_killed(crew)
-        pids = list(crew.pids.values())
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "none is left"
+def test_work_calls_a_worker_away_before_its_next_update(tmp_path: Path) -> None:
+    stage = Learning("sync", 1, tmp_path, samples=4)
+    stage.pool.ask(1, "prompt", LONG[1])
+    ended = stage.until(lambda: stage.session.take_metrics()["drafter/updates"] == 0 and stage.at_it())
+    stage.advance()
+    stage.pool.ask(1, "other", LONG[0])
+    ended |= stage.until(lambda: any(isinstance(item, StopTraining) for item in stage.items))
+    ended |= {rollout.request.uid: rollout for rollout in stage.advance()}
+    assert not stage.at_it() and stage.links["rollout-0"].worker.has_work
+    ended |= stage.until_done()
+    assert content(ended) == undisturbed(LONG)
+    stage.until(lambda: stage.session.version >= 1)
 
 
-def together_as_by_hand(crew: Crew, first: DrafterState) -> DrafterState:
-    """a and b train four rounds, of which the first is computed here as well."""
-    crew.lend("a", "b")
-    crew.begin_round()
-    state = crew.end_round()
-    crew.begin("c")  # late: there is a version 1
-    shares = []
-    for name in "ab":
-        twin = taught_by(crew.texts[name], ord(name))
-        twin.load_state_dict(first.tensors, 0)
-        twin.train(UPDATES)
-        shares.append({key: one.clone() for key, one in twin.weights()})
-    assert (state.step, state.num_updates) == (1, 2 * UPDATES) and state.weights.keys() == shares[0].keys()
-    for name, tensor in state.weights.items():
-        by_hand = (UPDATES * shares[0][name] + UPDATES * shares[1][name]) / (2 * UPDATES)
-        assert torch.allclose(tensor, by_hand, atol=1e-6), name
-        assert not torch.allclose(shares[0][name], shares[1][name], atol=1e-5), "they have learned different things"
-    for _ in range(3):
-        crew.begin_round()
-        state = crew.end_round()
-    crew.until_taken("a", "b")
-    assert state.step == crew.version == 4
-    return state
+@pytest.mark.parametrize("leads", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_worker_killed_in_training_costs_no_rollout_and_one_version_at_most(tmp_path: Path, leads: bool) -> None:
+    stage = Learning("sync", 2, tmp_path, samples=2 * sum(map(len, FEW)))
+    for number, requests in enumerate(FEW):
+        stage.pool.ask(1, f"prompt {number}", requests)
+    ended = stage.until(lambda: len(stage.at_it()) == 2)
+    (begun,) = (item for item in stage.items if isinstance(item, TrainRound))
+    victim = begun.leader if leads else begun.members[-1]
+    stage.advance()
+    stage.links[victim].kill()
+    stage.until(lambda: stage.items[-1] == EndSession(begun.session))
+    assert stage.session.version == 1, "the others' round is whole"
+    assert versions.load_newest(tmp_path).num_updates == UPDATES // 2, "of the one who is left"
+    stage.until(lambda: victim in stage.session.here)
+    stage.until(stage.all_have_it)
+    stage.pool.give_weights(version_of(1))
+    stage.pool.ask(2, "other", LATER[0])
+    again = stage.until_done()
+    assert content(ended) == undisturbed(FEW) and content(again) == undisturbed(LATER, seed=1)
 
 
-def called_away(crew: Crew, work: Work) -> dict[str, Rollout]:
-    """a is recalled in the middle of an update, and samples once that is over; the round goes on without it."""
-    gate = crew.gate("a-update")
-    crew.begin_round()
-    crew.until_waits(gate)
-    crew.tell(Recall("a"))
-    crew.give("a", work)
-    state = crew.end_round()  # of b alone: a is still at its gate
-    assert (state.step, state.num_updates) == (5, 9 * UPDATES) and crew.coordinator.idle == ("b",)
-    gate.open()
-    rollouts = crew.sampled("a", 3)
-    assert crew._workers["a"].num_given_up == 1, "the update under way was its last"
-    return rollouts
+class Same(Shelf):
+    """New versions of the same weights, so that it shows what else has changed."""
+
+    def catch_up(self, model: PreTrainedModel, number: int) -> WeightVersion:
+        return WeightVersion(number, super().catch_up(model, 0).digest)
 
 
-def the_leader_is_killed_while_somebody_samples(crew: Crew, work: Work) -> dict[str, Rollout]:
-    """b leads, and is killed in the middle of an update; c, who came late, samples before, meanwhile and after."""
-    crew.until_here("c")
-    assert crew.here["c"] > 0, "not the first one"
-    crew.until_taken("c")
-    crew.lend("a")
-    at_step, at_update = crew.gate("c-step"), crew.gate("b-update")
-    crew.give("c", work)
-    crew.begin_round()
-    crew.until_waits(at_step)
-    crew.until_waits(at_update)
-    assert crew.said[-1] == TrainRound(6, "b", ("b", "a"))
-    os.kill(crew.pids["b"], signal.SIGKILL)
-    state = crew.end_round()
-    assert WorkerLeft("b") in crew.said and crew.said[-2:] == [Publish(6, "a"), EndSession(6)]
-    assert (state.step, state.num_updates) == (6, 10 * UPDATES), "one version on, of what a has learned"
-    at_step.open()
-    rollouts = crew.sampled("c", 6)
-    crew.until_taken("a", "c")
-    assert crew.here == {"a": 6, "c": 6}
-    return rollouts
+def test_if_nobody_ever_waits_all_learn_when_the_policy_changes(tmp_path: Path) -> None:
+    """As in mode=async, where there is always more to sample."""
+    stage = Learning("async", 2, tmp_path, samples=4, shelf=Same())
+    for number, requests in enumerate(MIXED):
+        stage.pool.ask(1, f"prompt {number}", requests)
+    ended = stage.until(lambda: stage.session.coordinator.has_enough)
+    assert all(link.worker._engine.has_work for link in stage.links.values())
+    stage.pool.give_weights(WeightVersion(1, version_of(0).digest))
+    both = ("rollout-0", "rollout-1")
+    assert stage.items[-2:] == [Rest(both), TrainRound(1, "rollout-0", both)]
+    ended |= stage.until(stage.at_it)
+    assert all(link.worker._engine.has_work for link in stage.links.values()), "they rest from it"
+    ended |= stage.until(lambda: stage.session.version == 1)
+    assert stage.pool.has_work and stage.session.coordinator.idle == (), "they sample on"
+    ended |= stage.until_done()
+    assert content(ended) == undisturbed(MIXED)
+    stage.until(stage.all_have_it)
 
 
-def a_follower_is_killed(crew: Crew) -> None:
-    """c, who has learned in one round by then."""
-    crew.lend("c")
-    crew.begin_round()
-    state = crew.end_round()
-    assert (state.step, state.num_updates) == (7, 12 * UPDATES), "both have learned"
-    gate = crew.gate("c-update")
-    crew.begin_round()
-    crew.until_waits(gate)
-    os.kill(crew.pids["c"], signal.SIGKILL)
-    state = crew.end_round()
-    assert (state.step, state.num_updates) == (8, 13 * UPDATES) and crew.coordinator.idle == ("a",)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_to_workers_no_rollout_is_harmed(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    stage = Learning(sorted(MODES)[seed], 3, tmp_path, samples=6, silence_s=2.0)
+    for number, requests in enumerate(GROUPS):
+        stage.pool.ask(1, f"prompt {number}", requests)
+    ended: dict[str, Rollout] = {}
+    for tick in range(250):
+        if tick % 12 == 11 and tick < 100:
+            link = stage.links[chance.choice(stage.at_it() or sorted(stage.links))]
+            if chance.random() < 0.5:
+                link.kill()
+            else:
+                link.hangs = True
+        for rollout in stage.advance(chance):
+            assert rollout.request.uid not in ended, "twice"
+            ended[rollout.request.uid] = rollout
+    assert not stage.pool.has_work and content(ended) == undisturbed(GROUPS)
+    assert stage.pool.num_lost >= 4 and any(isinstance(item, TrainRound) for item in stage.items)
+    before = stage.session.version
+    stage.pool.give_weights(version_of(1))
+    stage.pool.ask(2, "other", LATER[0])
+    assert content(stage.until_done()) == undisturbed(LATER, seed=1)
+    stage.until(lambda: stage.session.version > before and stage.all_have_it())
+    assert not list(tmp_path.glob(".tmp-*")) and not (tmp_path / "shares").exists()

@@ -37,6 +37,7 @@ from slipstream.schedule.events import (
     PushWeights,
     Recall,
     Record,
+    Rest,
     RolloutEnded,
     RolloutsAsked,
     RoundDone,
@@ -335,7 +336,8 @@ EVERY_KIND = [
     WorkerJoined("a", 8, ((1, 0.5), (8, 1.0))), WorkerLeft("a", (("1/0/0", 5),)), RolloutsAsked(1, (("1/0/0", "p"),)),
     RolloutEnded("1/0/0", 7), HandedBack("1/0/0", 5), Sample("a", "1/0/0", 5), TakeBack("a", "1/0/0"),
     CloseStep(1, ("1/0/0",)), Outgrew("1/0/0"), Lend("a"), Recall("a"), Watch("a", "1/0/0", 9),
-    LessonsAdded(3), RoundDone(1), TrainRound(1, "a", ("a", "b")), StopTraining("a"), Publish(1, "a"), EndSession(1),
+    LessonsAdded(3), Rest(("a", "b")), RoundDone(1),
+    TrainRound(1, "a", ("a", "b")), StopTraining("a"), Publish(1, "a"), EndSession(1),
 ]  # fmt: skip
 
 

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from slipstream.schedule.coordinator import Coordinator
 from slipstream.schedule.events import (
     CoordinatorAction,
+    CoordinatorEvent,
     EndSession,
     Lend,
     LessonsAdded,
     Publish,
     Recall,
+    Rest,
     RoundDone,
     StopTraining,
     TrainRound,
@@ -20,6 +22,7 @@ from slipstream.schedule.events import (
 )
 
 WORKERS = ("a", "b", "c", "d")
+HAPPENS = ("lend", "rest", "recall", "die", "lessons", "round")
 
 
 def test_a_session_from_beginning_to_end() -> None:
@@ -40,6 +43,17 @@ def test_a_session_from_beginning_to_end() -> None:
     assert coordinator.on_event(Lend("c")) == [TrainRound(3, "d", ("d", "c"))], "what was not learned is still there"
 
 
+def test_who_rests_trains_together_from_the_beginning() -> None:
+    coordinator = Coordinator(least_lessons=4)
+    assert coordinator.on_event(Rest(("a", "b"))) == [] and not coordinator.has_enough
+    assert coordinator.on_event(Recall("a")) == [] == coordinator.on_event(Recall("b"))
+    coordinator.on_event(LessonsAdded(4))
+    assert coordinator.has_enough
+    assert coordinator.on_event(Rest(("b", "a"))) == [TrainRound(1, "b", ("b", "a"))]
+    assert coordinator.on_event(Rest(("a", "c"))) == [], "a is at it, and c comes late"
+    assert coordinator.training == ("b", "a") and coordinator.idle == ("c",)
+
+
 class Watched:
     """Workers that sample or not, and what they were told."""
 
@@ -51,7 +65,7 @@ class Watched:
         self.leader: str | None = None
         self.session = 0
 
-    def tell(self, event: Lend | Recall | WorkerLeft | LessonsAdded | RoundDone) -> None:
+    def tell(self, event: CoordinatorEvent) -> None:
         actions = self.coordinator.on_event(event)
         for action in actions:
             self.hear(action)
@@ -81,7 +95,9 @@ class Watched:
 @given(
     st.integers(1, 3),
     st.integers(1, 5),
-    st.lists(st.tuples(st.sampled_from(["lend", "recall", "die", "lessons", "round"]), st.sampled_from(WORKERS))),
+    st.lists(
+        st.tuples(st.sampled_from(["lend", "rest", "recall", "die", "lessons", "round"]), st.sampled_from(WORKERS))
+    ),
 )
 def test_nobody_trains_and_samples_and_everybody_idle_is_taken_in(
     least_idle: int, least_lessons: int, happens: list[tuple[str, str]]
@@ -91,6 +107,9 @@ def test_nobody_trains_and_samples_and_everybody_idle_is_taken_in(
         if what == "lend" and worker in watched.here - watched.lent:
             watched.lent.add(worker)
             watched.tell(Lend(worker))
+        elif what == "rest" and watched.here:  # also those that are lent, or train
+            watched.lent |= watched.here
+            watched.tell(Rest(tuple(sorted(watched.here))))
         elif what == "recall" and worker in watched.lent:
             watched.lent.remove(worker)
             watched.tell(Recall(worker))

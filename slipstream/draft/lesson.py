@@ -110,6 +110,7 @@ def lesson_loss(
     weight_JN = torch.stack([share_N * FADING**number for number, share_N in enumerate(shares_JN)])
     with torch.no_grad():
         embeds_TD = embed(lesson.ids_T.roll(-1))
+        embeds_TD = embeds_TD.to(torch.promote_types(embeds_TD.dtype, lesson.features_TF.dtype))
     hidden_TD = draft.fuse(lesson.features_TF)
     keys: list[tuple[Tensor, Tensor]] = []
     said = []

@@ -2,15 +2,16 @@
 
 A round begins for everybody from the same published version, takes each so many updates on its own texts, and ends with
 the average of what came of it, weighted by updates. Moments of the optimizer stay with each; who was not there in the
-round before adopts the leader's. Between two updates a member can be told to stop; what it did in this round is then
-given up. Knows nothing of processes: where shares lie, and who leads, it is told.
+round before adopts the leader's. Both are done piece by piece, so that whoever does them can turn to something else
+between two updates; what was done of a round is then given up. Knows nothing of processes: where shares lie, and who
+leads, it is told.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,22 +23,27 @@ from slipstream.draft.saved import WEIGHTS, DrafterState, DrafterStateLost, load
 from slipstream.models.weights import write_weights
 
 
-def average(parts: Iterable[tuple[Mapping[str, Tensor], int]]) -> dict[str, Tensor]:
-    """Of (weights, updates that they took), weighted by updates, in float32; one at a time is in memory. Of weights
-    that are the same it is the same to the bit. Empty if nobody made an update; ValueError if they do not fit."""
-    mean, total = dict[str, Tensor](), 0
-    for weights, num_updates in parts:
+@dataclass(slots=True)
+class Average:
+    """Of weights, by the updates that they took, in float32; of weights that are the same it is the same to the bit."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Empty as long as nobody made an update."""
+    num_updates: int = 0
+
+    def add(self, weights: Mapping[str, Tensor], num_updates: int) -> None:
+        """ValueError if they do not fit."""
         if num_updates <= 0:
-            continue
-        total += num_updates
-        if not mean:
-            mean = {name: tensor.to(torch.float32, copy=True) for name, tensor in weights.items()}
-            continue
-        if {name: one.shape for name, one in weights.items()} != {name: one.shape for name, one in mean.items()}:
+            return
+        self.num_updates += num_updates
+        if not self.weights:
+            self.weights = {name: tensor.to(torch.float32, copy=True) for name, tensor in weights.items()}
+            return
+        given, here = ({name: one.shape for name, one in some.items()} for some in (weights, self.weights))
+        if given != here:
             raise ValueError("these are weights of different drafters")
         for name, tensor in weights.items():
-            mean[name].lerp_(tensor.float(), num_updates / total)
-    return mean
+            self.weights[name].lerp_(tensor.float(), num_updates / self.num_updates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +57,14 @@ class Share:
 class Member:
     def __init__(self, trainer: DrafterTrainer, folder: Path, *, name: str, target_digest: str) -> None:
         """`folder`: of the versions, the same for all members. If there is none yet, this one's is the first.
-        `target_digest`: of the policy, for the record."""
+        `target_digest`: of the policy that its texts are of, for the record; changes with the policy."""
         self.trainer, self.folder, self.name, self.target_digest = trainer, folder, name, target_digest
         self._trained_from: int | None = None
         """The version from which it trained last."""
         self._num_updates = 0
         """Of the version from which it trains."""
+        self._num_made = 0
+        """In the round that it is in."""
         if not versions.numbers(folder):
             versions.publish_first(folder, self._state(trainer.state_dict(), trainer.num_updates), name)
 
@@ -64,58 +72,50 @@ class Member:
         """To draft with."""
         return versions.load_newest(self.folder)
 
-    def train(
-        self, version: int, num_updates: int, share_folder: Path, stopped: Callable[[], bool]
-    ) -> tuple[bool, int]:
-        """A round. Whether it was done to its end, and how many updates were made; `stopped` is asked before and
-        after each. There is a share if both are so. RuntimeError if the weights are no longer numbers."""
+    def train(self, version: int, num_updates: int, share_folder: Path) -> Generator[None, None, int]:
+        """A round, an update at a time; how many were made, of which there is a share if they were any. Closed before
+        its end, it leaves none. RuntimeError if the weights are no longer numbers."""
         self._begin_from(version)
         self.trainer.follow()
-        if not len(self.trainer.lessons):
-            return True, 0
-        for number in range(num_updates):
-            if stopped():
-                return False, number
+        num_made = 0
+        while num_made < num_updates and len(self.trainer.lessons):  # which a new policy may have put an end to
             self.trainer.start()
             self.trainer.finish()
-        if stopped():
-            return False, num_updates
+            num_made = self._num_made = num_made + 1
+            yield
+        if not num_made:
+            return 0
         weights = {f"{WEIGHTS}{name}": one.to("cpu", copy=True) for name, one in self.trainer.weights()}
         if not all(bool(one.isfinite().all()) for one in weights.values()):
             self._trained_from = None  # nor are the moments, then
             raise RuntimeError(f"the drafter of {self.name} has weights that are not numbers")
         share_folder.mkdir(parents=True, exist_ok=True)
-        save_drafter_state(share_folder, DrafterState(version, num_updates, self.target_digest, weights))
-        return True, num_updates
+        save_drafter_state(share_folder, DrafterState(version, num_made, self.target_digest, weights))
+        return num_made
 
-    def lead(self, shares: Sequence[Share], stopped: Callable[[], bool]) -> int | None:
-        """Publish the average: its number; None if it was to stop meanwhile. A share that cannot be read is left out.
-        DrafterStateLost if none is left."""
-        num_updates, was_stopped = 0, False
+    def give_up(self) -> int:
+        """The round that it is in is over, one way or the other: updates that were made in it."""
+        num_made, self._num_made = self._num_made, 0
+        return num_made
 
-        def parts() -> Iterable[tuple[Mapping[str, Tensor], int]]:
-            nonlocal num_updates, was_stopped
-            for share in shares:
-                was_stopped = was_stopped or stopped()
-                if was_stopped:
-                    return
-                try:
-                    state = load_drafter_state(share.folder)
-                except DrafterStateLost as error:
-                    warnings.warn(f"a share of a round of the drafter is left out: {error}", stacklevel=2)
-                    continue
-                num_updates += state.num_updates
-                yield state.weights, state.num_updates
-
-        mean = average(parts())
-        if was_stopped or stopped():
-            return None
-        if not mean:
+    def lead(self, shares: Sequence[Share]) -> Generator[None, None, tuple[int, int]]:
+        """Publish the average, of a share at a time: its number, and the updates that it took in all. A share that
+        cannot be read is left out. DrafterStateLost if none is left."""
+        mean = Average()
+        for share in shares:
+            try:
+                state = load_drafter_state(share.folder)
+            except DrafterStateLost as error:
+                warnings.warn(f"a share of a round of the drafter is left out: {error}", stacklevel=2)
+                continue
+            mean.add(state.weights, state.num_updates)
+            yield
+        if not mean.weights:
             raise DrafterStateLost("no share of this round is left")
-        tensors = {f"{WEIGHTS}{name}": one for name, one in mean.items()}
+        tensors = {f"{WEIGHTS}{name}": one for name, one in mean.weights.items()}
         moments = {name: one for name, one in self.trainer.state_dict().items() if not name.startswith(WEIGHTS)}
-        state = self._state(tensors | moments, self._num_updates + num_updates)
-        return versions.publish(self.folder, state, self.name)
+        num_updates = self._num_updates + mean.num_updates
+        return versions.publish(self.folder, self._state(tensors | moments, num_updates), self.name), num_updates
 
     def _begin_from(self, version: int) -> None:
         state = versions.load_version(self.folder, version)

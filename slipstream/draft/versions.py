@@ -70,6 +70,12 @@ def load_optimizer(folder: Path, number: int) -> dict[str, Tensor]:
     return load_drafter_state(folder / _name(number) / OPTIMIZER_FOLDER).tensors
 
 
+def load_whole(folder: Path) -> DrafterState:
+    """The newest, with what training it goes on from: for a checkpoint."""
+    state = load_newest(folder)
+    return replace(state, tensors=state.tensors | load_optimizer(folder, state.step))
+
+
 def forget_partial(folder: Path, writer: str) -> None:
     """What somebody who died in the middle of it left behind."""
     shutil.rmtree(folder / f"{TEMPORARY}{writer}", ignore_errors=True)

@@ -54,4 +54,9 @@ def after_writing(model: nn.Module, callback: Callable[[], None]) -> None:
 
 def fingerprint(model: nn.Module) -> str:
     """The content hash of all weights, 32 hex digits: of names, shapes, dtypes and bits, in whatever order."""
-    return combined_digest({name: tensor_digest(tensor) for name, tensor in named_weights(model)})
+    return digest_of(named_weights(model))
+
+
+def digest_of(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """The same of weights that come one at a time."""
+    return combined_digest({name: tensor_digest(tensor) for name, tensor in weights})

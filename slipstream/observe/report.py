@@ -238,7 +238,13 @@ def _drafter(store: RunStore, metrics: Metrics) -> str:
     in_tail, slowdown = metrics.get("drafter/updates_in_tail", {}), metrics.get("drafter/tail_slowdown", {})
     text = f"{max(updates.values()):,.0f} updates"
     num_sessions = len(store.events("TrainRound"))
-    if num_sessions:
+    if metrics.get("workers/drafter_s"):
+        given_up = sum(metrics.get("drafter/updates_given_up", {}).values())
+        text += (
+            f", {sum(in_tail.values()):,.0f} of them by workers that had nothing to sample, in {num_sessions} "
+            f"round(s); {given_up:,.0f} more were given up when there was something"
+        )
+    elif num_sessions:
         text += (
             f", {sum(in_tail.values()):,.0f} of them beside the last sequences of rollouts, in {num_sessions} "
             f"session(s), which slowed that part by {sum(slowdown.values()) / max(1, len(slowdown)):.1%} on the mean"

@@ -13,13 +13,20 @@ from pathlib import Path
 import torch
 
 from slipstream.config import Config
+from slipstream.draft.history import HistoryDrafter
+from slipstream.draft.reading import Reader
+from slipstream.draft.together import Member
+from slipstream.engine.engine import Engine
 from slipstream.engine.measure import speed_points
 from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.precision import resolve_precision, use_batch_invariant_products
 from slipstream.models.weights import cast_weights
-from slipstream.runtime.drafting import remembers, settle_source
+from slipstream.rng import derive_seed
+from slipstream.runtime.drafter_messages import FromMember
+from slipstream.runtime.drafter_worker import DrafterWorker
+from slipstream.runtime.drafting import build_selector, drafter_trainer_for, learns, remembers, settle_source
 from slipstream.runtime.engines import choose_device, engine_around, fit_memory
-from slipstream.runtime.folder import REFERENCE_FOLDER
+from slipstream.runtime.folder import LESSONS_FOLDER, REFERENCE_FOLDER, VERSIONS_FOLDER
 from slipstream.runtime.processes import Pipe, PipeClosed
 from slipstream.runtime.rollout_messages import Broke, Here
 from slipstream.runtime.rollout_worker import TELL_S, PastTexts, RolloutWorker
@@ -35,25 +42,28 @@ WAIT_S = 1.0
 
 
 def sample_in_process(
-    pipe: Pipe, config: Config, weights_folder: Path, name: str, most_bytes: int | None = None
+    pipe: Pipe, recipe: Config, weights_folder: Path, name: str, most_bytes: int | None = None
 ) -> None:
     """The recipe's model tells the shape; weights come from `weights_folder`. `most_bytes`: that it may take of a GPU
     which it shares; None: what is free."""
 
     def work() -> None:
-        device = choose_device(config.device)
+        device = choose_device(recipe.device)
+        config = settle_source(recipe, device)
         if device.type == "cuda" and config.engine.exact:
             use_batch_invariant_products()
         model = load_model(config.model, dtype=torch.float32, device=device, seed=config.seed).requires_grad_(False)
         cast_weights(model, resolve_precision(config.engine.dtype, device))
         past = PastTexts()
-        remembered = past.of_prompt if remembers(settle_source(config, device)) else None
+        remembered = past.of_prompt if remembers(config) else None
+        tokenizer, selector = load_tokenizer(config.model), build_selector(config)
         fitted = fit_memory(config, model, most_bytes)
-        engine = engine_around(model, fitted, load_tokenizer(config.model), device, remembered)
+        engine = engine_around(model, fitted, tokenizer, device, remembered, selector)
         slots = config.engine.max_sequences
         points = speed_points(engine, slots, config.max_length)
-        worker = RolloutWorker(engine, Receiver(weights_folder, name), past, pipe.say)
-        pipe.say(Here(slots, points))
+        drafter = drafter_worker(config, engine, name, pipe.say) if learns(config) else None
+        worker = RolloutWorker(engine, Receiver(weights_folder, name), past, pipe.say, drafter=drafter)
+        pipe.say(Here(slots, points, None if drafter is None else drafter.version))
         while not worker.is_leaving:
             for message in pipe.hear(0.0 if worker.has_work else TELL_S):
                 worker.obey(message)
@@ -61,6 +71,17 @@ def sample_in_process(
                 worker.step()
 
     _work_or_tell(work, lambda error, text: pipe.say(Broke(text)))
+
+
+def drafter_worker(config: Config, engine: Engine, name: str, say: Callable[[FromMember], None]) -> DrafterWorker:
+    """Its part in the drafter that the run's rollout workers train together."""
+    drafter = engine.drafter
+    assert isinstance(drafter, HistoryDrafter) and drafter.guesser is not None, "the engine has no learned drafter"
+    lessons, seed = config.run.dir / LESSONS_FOLDER / name, derive_seed("drafter", config.seed, name)
+    trainer = drafter_trainer_for(config, engine.model, lessons, seed)
+    digest = engine.facts().version.digest
+    member = Member(trainer, config.run.dir / VERSIONS_FOLDER, name=name, target_digest=digest)
+    return DrafterWorker(member, Reader(trainer, engine.model), drafter.guesser.write, say)
 
 
 def train_in_process(
@@ -77,7 +98,9 @@ def train_in_process(
         if config.algorithm.kl_coef > 0:
             trainer.set_reference(str(config.run.dir / REFERENCE_FOLDER))
         dtype = resolve_precision(config.engine.dtype, device)
-        worker = TrainerWorker(trainer, Publisher(weights_folder, dtype=dtype) if rank == 0 else None, pipe.say)
+        publisher = Publisher(weights_folder, dtype=dtype) if rank == 0 else None
+        drafter_folder = config.run.dir / VERSIONS_FOLDER if learns(config) else None
+        worker = TrainerWorker(trainer, publisher, pipe.say, drafter_folder=drafter_folder)
         pipe.say(TrainerReady())
         while True:
             for message in pipe.hear(WAIT_S):

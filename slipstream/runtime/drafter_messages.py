@@ -1,16 +1,16 @@
-"""What `drafter_session.py` and worker processes say to each other about the drafter. Pure; small, so that nobody waits
-for a pipe: weights lie in files."""
+"""What `drafter_session.py` and rollout workers say to each other about the drafter, over the links they have anyway.
+Pure; small, since weights lie in files."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Train:
-    """A round, from this version; what comes of it goes to `share_folder`."""
+class TrainDrafter:
+    """A round, from this version, before anything else; what comes of it goes to `share_folder`."""
 
     round: int
     version: int
@@ -19,7 +19,7 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True)
-class Average:
+class AverageShares:
     """Publish the average of (folder, updates) as the newest version."""
 
     round: int
@@ -27,52 +27,40 @@ class Average:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopDrafter:
     """Whatever it does about the drafter, at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class TakeDrafter:
     """There is a newer version to draft with."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Something to sample."""
-
-    work: Any
-
-
-ToWorker = Train | Average | Stop | Take | Work
+ToMember = TrainDrafter | AverageShares | StopDrafter | TakeDrafter
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
-    """It has started, and drafts with this version."""
-
-    version: int
-    num_lessons: int
-    """Texts that it can learn from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
+class DrafterTrained:
     """Its share is in the folder it was told, if it made an update."""
 
     round: int
     num_updates: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of these updates, on the mean."""
 
 
 @dataclass(frozen=True, slots=True)
-class Averaged:
+class SharesAveraged:
     round: int
     version: int
+    num_updates: int
+    """That it took in all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class DrafterStopped:
     """As it was told."""
 
     num_updates: int
@@ -80,23 +68,16 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class DrafterTaken:
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class DrafterFailed:
     """Training, averaging or taking in a version; it samples as before."""
 
     round: int | None
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Something was sampled."""
-
-    result: Any
-
-
-FromWorker = Here | Trained | Averaged | Stopped | Taken | Failed | Result
+FromMember = DrafterTrained | SharesAveraged | DrafterStopped | DrafterTaken | DrafterFailed

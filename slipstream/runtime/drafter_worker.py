@@ -1,134 +1,119 @@
-"""A worker process that samples, and trains the drafter with others while it has nothing to sample.
+"""A rollout worker's part in the drafter: it drafts with the newest version, and learns when it is told to.
 
-One thread: between two updates, as between two steps of the engine, it looks whether somebody has said something. It
-ends when its pipe does, so that it never outlives who started it. A fault in training the drafter is told and costs the
-drafter; one in sampling ends the process.
+A plain class: it knows no process and no pipe. What it is told to do about the drafter it does in pieces, an update or
+the reading of a few texts each, so that whoever calls it hears between two of them that there is something to sample. A
+fault in any of it is told and costs the drafter, never a rollout.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
 
+from safetensors import SafetensorError
 from torch import Tensor
 
+from slipstream.draft.reading import Reader
 from slipstream.draft.together import Member, Share
 from slipstream.runtime.drafter_messages import (
-    Average,
-    Averaged,
-    Failed,
-    FromWorker,
-    Here,
-    Result,
-    Stop,
-    Stopped,
-    Take,
-    Taken,
-    ToWorker,
-    Train,
-    Trained,
-    Work,
+    AverageShares,
+    DrafterFailed,
+    DrafterStopped,
+    DrafterTaken,
+    DrafterTrained,
+    FromMember,
+    SharesAveraged,
+    StopDrafter,
+    TakeDrafter,
+    ToMember,
+    TrainDrafter,
 )
+from slipstream.types import Rollout, WeightVersion
 
-FAULTS = (OSError, ValueError, RuntimeError)
+FAULTS = (OSError, SafetensorError, ValueError, RuntimeError)
 """What may go wrong with a drafter: its files, what is in them, its device."""
 
 
-class Sampler(Protocol):
-    """A worker's main work."""
+class DrafterWorker:
+    def __init__(
+        self,
+        member: Member,
+        reader: Reader,
+        draft_with: Callable[[Iterable[tuple[str, Tensor]]], None],
+        say: Callable[[FromMember], None],
+    ) -> None:
+        """`draft_with`: gives the engine weights, from its next step on; at once the newest."""
+        self._member, self._reader, self._draft_with, self._say = member, reader, draft_with, say
+        self._task: Iterator[None] | None = None
+        self._round: int | None = None
+        self.version = self._take_newest()
+        """That the engine drafts with."""
 
     @property
-    def has_work(self) -> bool: ...
-    def submit(self, work: Any) -> None: ...
-    def step(self) -> Iterable[Any]:
-        """A short one; what has ended by it."""
+    def is_busy(self) -> bool:
+        return self._task is not None
 
-    def draft_with(self, weights: dict[str, Tensor]) -> None:
-        """From the next step on."""
-
-
-class PipeClosed(Exception):
-    """Whoever started this process is gone."""
-
-
-class DrafterWorker:
-    def __init__(self, connection: Connection, member: Member, sampler: Sampler) -> None:
-        self._connection, self._member, self._sampler = connection, member, sampler
-        self._inbox = deque[ToWorker]()
-        self._num_given_up = 0
-        """Updates of the round that it was stopped in, until it has answered."""
-
-    def serve(self) -> None:
-        """Until the pipe is closed."""
-        try:
-            version = self._take_newest()
-            self._say(Here(version, len(self._member.trainer.lessons)))
-            while True:
-                self._listen(wait=not self._sampler.has_work and not self._inbox)
-                if self._inbox:
-                    self._obey(self._inbox.popleft())
-                elif self._sampler.has_work:
-                    for result in self._sampler.step():
-                        self._say(Result(result))
-        except PipeClosed:
-            return
-
-    def _obey(self, message: ToWorker) -> None:
+    def obey(self, message: ToMember) -> None:
         match message:
-            case Work():
-                self._sampler.submit(message.work)
-            case Stop():
-                num_updates, self._num_given_up = self._num_given_up, 0
-                self._say(Stopped(num_updates))
-            case Take():
+            case TrainDrafter():
+                self._task, self._round = self._train(message), message.round
+            case AverageShares():
+                self._task, self._round = self._average(message), message.round
+            case StopDrafter():
+                self._end_task()
+                self._say(DrafterStopped(self._member.give_up()))
+            case TakeDrafter():
                 try:
-                    self._say(Taken(self._take_newest()))
+                    self.version = self._take_newest()
+                    self._say(DrafterTaken(self.version))
                 except FAULTS as error:
-                    self._say(Failed(None, f"version {message.version} of the drafter: {error}"))
-            case Train() | Average():
-                try:
-                    self._learn(message)
-                except FAULTS as error:
-                    self._say(Failed(message.round, str(error)))
+                    self._say(DrafterFailed(None, f"version {message.version} of the drafter: {error}"))
 
-    def _learn(self, message: Train | Average) -> None:
-        if self._sampler.has_work:
-            raise RuntimeError("asked to train the drafter while it samples")
-        if isinstance(message, Train):
-            is_whole, num_updates = self._member.train(
-                message.version, message.num_updates, message.share_folder, self._is_stopped
-            )
-            if is_whole:
-                self._say(Trained(message.round, num_updates))
-            else:
-                self._num_given_up = num_updates
-            return
+    def advance(self) -> None:
+        """A piece of what it is at."""
+        assert self._task is not None, "there is nothing to do about the drafter"
+        try:
+            next(self._task)
+        except StopIteration:
+            self._end_task()
+        except FAULTS as error:
+            self._say(DrafterFailed(self._round, str(error)))
+            self._end_task()
+            self._member.give_up()
+
+    def add_text(self, rollout: Rollout) -> None:
+        """It was sampled here, and is learned from in the next round."""
+        self._reader.add(rollout)
+
+    def make_way(self) -> None:
+        """The policy's weights are about to change."""
+        self._member.trainer.finish()
+
+    def new_policy(self, version: WeightVersion) -> None:
+        """They have."""
+        self._member.target_digest = version.digest
+        self._reader.new_policy()
+
+    def close(self) -> None:
+        self._end_task()
+        self._member.trainer.close()
+
+    def _train(self, message: TrainDrafter) -> Iterator[None]:
+        yield from self._reader.read()
+        num_updates = yield from self._member.train(message.version, message.num_updates, message.share_folder)
+        self._member.give_up()  # it is whole
+        metrics = self._member.trainer.take_metrics()
+        metrics.pop("drafter/updates", None)  # its own; those that count are the session's
+        self._say(DrafterTrained(message.round, num_updates, metrics))
+
+    def _average(self, message: AverageShares) -> Iterator[None]:
         shares = [Share(folder, num_updates) for folder, num_updates in message.shares]
-        version = self._member.lead(shares, self._is_stopped)
-        if version is not None:
-            self._say(Averaged(message.round, version))
+        version, num_updates = yield from self._member.lead(shares)
+        self._say(SharesAveraged(message.round, version, num_updates))
 
     def _take_newest(self) -> int:
         state = self._member.newest()
-        self._sampler.draft_with(state.weights)
+        self._draft_with(state.weights.items())
         return state.step
 
-    def _is_stopped(self) -> bool:
-        self._listen(wait=False)
-        return any(isinstance(message, Stop) for message in self._inbox)
-
-    def _listen(self, *, wait: bool) -> None:
-        try:
-            while wait or self._connection.poll(0):
-                self._inbox.append(self._connection.recv())
-                wait = False
-        except (EOFError, ConnectionError) as error:
-            raise PipeClosed from error
-
-    def _say(self, message: FromWorker) -> None:
-        try:
-            self._connection.send(message)
-        except (BrokenPipeError, ConnectionError) as error:
-            raise PipeClosed from error
+    def _end_task(self) -> None:
+        self._task = self._round = None

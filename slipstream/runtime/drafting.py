@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.config import Config
 from slipstream.draft.history import HistoryDrafter, Past
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import DRAFTER_FILE, DrafterStateLost, load_drafter_state
-from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES
+from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES, Selector
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
 from slipstream.engine.engine import Engine
@@ -67,6 +67,12 @@ def build_drafter(config: Config, past: Past | None, device: torch.device) -> Hi
     )
 
 
+def build_selector(config: Config) -> Selector:
+    """Chooses among the ways of drafting that the recipe has."""
+    ways = STRATEGIES[config.draft.source]
+    return Selector([way for way in ways if way.depth <= config.draft.max_drafts])
+
+
 def settle_source(config: Config, device: torch.device) -> Config:
     """What draft.source=auto means here."""
     if config.draft.source != "auto":
@@ -91,18 +97,23 @@ def learns(config: Config) -> bool:
     return config.draft.source in ("drafter", "both")
 
 
-def build_drafter_trainer(config: Config, trainer: Trainer) -> DrafterTrainer:
-    """It is shown what the trainer computes."""
-    learner = DrafterTrainer(
-        trainer.model,
+def drafter_trainer_for(config: Config, policy: PreTrainedModel, lessons: Path, seed: int) -> DrafterTrainer:
+    """`lessons`: a folder of its own. `seed`: of what it is shown."""
+    return DrafterTrainer(
+        policy,
         lr=config.drafter.lr,
         temperature=config.sampling.temperature,
         memory_bytes=int(config.drafter.memory_gb * 1e9),
         disk_bytes=int(config.drafter.disk_gb * 1e9),
-        folder=config.run.dir / LESSONS_FOLDER,
+        folder=lessons,
         kind=config.drafter.kind,
-        seed=config.seed,
+        seed=seed,
     )
+
+
+def build_drafter_trainer(config: Config, trainer: Trainer) -> DrafterTrainer:
+    """It is shown what the trainer computes."""
+    learner = drafter_trainer_for(config, trainer.model, config.run.dir / LESSONS_FOLDER, config.seed)
     trainer.on_hidden = lambda batch, hidden_TD: learner.collect(
         batch.token_ids_T, batch.lengths, batch.response_lengths, hidden_TD
     )

@@ -42,7 +42,9 @@ LOGS_FOLDER = "logs"
 """What each process printed."""
 WEIGHTS_FOLDER = "weights"
 """On their way from the trainer to rollout workers."""
-FOLDERS = ("checkpoints", REFERENCE_FOLDER, "tensorboard", LESSONS_FOLDER, LOGS_FOLDER, WEIGHTS_FOLDER)
+VERSIONS_FOLDER = "drafter_versions"
+"""Of the drafter that rollout workers train together."""
+FOLDERS = ("checkpoints", REFERENCE_FOLDER, "tensorboard", LESSONS_FOLDER, LOGS_FOLDER, WEIGHTS_FOLDER, VERSIONS_FOLDER)
 # With these changed, what follows a checkpoint would not be the same run.
 IDENTITY = ("model", "seed", "tasks", "warmup")
 

@@ -6,6 +6,7 @@ Owns the order in which things are checked, opened and closed, and the signals. 
 from __future__ import annotations
 
 import gc
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,9 +20,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.config import Config
+from slipstream.draft import versions
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import DrafterSaver, DrafterState
-from slipstream.draft.selector import Selector
 from slipstream.engine.engine import Engine
 from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_tokenizer
@@ -35,8 +36,8 @@ from slipstream.runtime.control import CONTROL_FILE
 from slipstream.runtime.crew import TrainerLost
 from slipstream.runtime.drafters import SavedDrafter
 from slipstream.runtime.drafting import (
-    STRATEGIES,
     build_drafter_trainer,
+    build_selector,
     check_warm_history,
     learns,
     open_history,
@@ -49,7 +50,7 @@ from slipstream.runtime.drafting import (
 from slipstream.runtime.driver import drive
 from slipstream.runtime.engines import build_engine, choose_device
 from slipstream.runtime.evaluation import Interrupted
-from slipstream.runtime.folder import REFERENCE_FOLDER, RunFolder
+from slipstream.runtime.folder import REFERENCE_FOLDER, VERSIONS_FOLDER, RunFolder
 from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.pool import WorkerBroke
 from slipstream.runtime.processes import use_threads
@@ -160,6 +161,7 @@ def _train_once(
         if remembers(config):
             history = stack.enter_context(open_history(config, folder.path, run.step))
         if runtime is not None:
+            run.prepare_drafter(checkpoint, warm)
             reason = run.stream(runtime, checkpoint, kept, history, grader, prompts, eval_sets, stop_ids)
             return Outcome(reason, folder.path, run.step)
         past = None if history is None else partial(past_texts, history)
@@ -189,8 +191,7 @@ class _Run:
         self.position = 0
         self.concluded = False
         self.warmup_done = 0
-        ways = STRATEGIES[config.draft.source]
-        self.selector = Selector([way for way in ways if way.depth <= config.draft.max_drafts])
+        self.selector = build_selector(config)
         self.learner: DrafterTrainer | None = None
         self.drafter_saver = DrafterSaver()
         self.row: dict[str, float] = {}
@@ -302,18 +303,26 @@ class _Run:
             )
         return self.position - len(positions)
 
-    def hand_over(self, checkpoint: Checkpoint | None) -> Path:
-        """The checkpoint from which another process trains; this one lets go of the model."""
-        if checkpoint is None:
-            path = self.save(self.step, {"position": 0, "concluded": False, "row": self.row})
-        else:
-            path = checkpoint.path
+    def let_go(self) -> None:
+        """Of the model, which another process trains from the checkpoint on."""
+        self.drafter_saver.wait()
         self.trainer.let_go()
         self.model.to(torch.device("meta"))  # type: ignore[arg-type]
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return path
+
+    def publish_drafter(self) -> int | None:
+        """The drafter that rollout workers begin with, which this process lets go of: the updates that it took."""
+        folder, learner = self.config.run.dir / VERSIONS_FOLDER, self.learner
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off: it goes on from its checkpoint
+        if learner is None:
+            return None
+        state = DrafterState(0, learner.num_updates, fingerprint(self.model), learner.state_dict())
+        versions.publish_first(folder, state, "driver")
+        self.learner, self.trainer.on_hidden = None, None
+        learner.close()
+        return learner.num_updates
 
     def stream(
         self,
@@ -329,11 +338,15 @@ class _Run:
         """As `loop`, with processes that sample and one that trains."""
         if kept:
             self.console.note(f"{len(kept)} rollouts that were sampled after the checkpoint's last step are used")
+        begins = {"position": 0, "concluded": False, "row": self.row}
+        path = self.save(self.step, begins) if checkpoint is None else checkpoint.path
+        drafter_updates = self.publish_drafter()
+        self.let_go()
         parts = StreamParts(
             config=self.config,
             runtime=runtime,
             num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
-            checkpoint=self.hand_over(checkpoint),
+            checkpoint=path,
             grader=grader,
             tokenizer=self.tokenizer,
             history=history,
@@ -345,6 +358,7 @@ class _Run:
             console=self.console,
             kept_state={"warmup_done": self.warmup_done},
             kept=kept,
+            drafter_updates=drafter_updates,
         )
 
         def on_trained(step: int) -> None:

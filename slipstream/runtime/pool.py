@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
 from slipstream.engine.strategy import DraftCounts
 from slipstream.observe.ledger import Ledger, Waits, split_decoding
+from slipstream.runtime.drafter_messages import FromMember
+from slipstream.runtime.drafter_session import DrafterSession
 from slipstream.runtime.placement import worker_name
 from slipstream.runtime.rollout_messages import (
     Beat,
@@ -40,6 +42,9 @@ from slipstream.schedule.events import (
     FleetEvent,
     HandedBack,
     Item,
+    Lend,
+    LessonsAdded,
+    Recall,
     RolloutEnded,
     RolloutsAsked,
     Sample,
@@ -126,11 +131,13 @@ class Pool:
         is_grading: Callable[[], bool] = lambda: False,
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
+        drafter: DrafterSession | None = None,
     ) -> None:
         """`start`: a process for the worker of this name, rollout-0 and so on. `note`: is told of workers that come and
-        go, and of rollouts that move between them. `is_grading`: whether grades are missing."""
-        self._fleet = Fleet(rules)
-        self._ledger = ledger
+        go, and of rollouts that move between them. `is_grading`: whether grades are missing. `drafter`: how workers
+        without work train one, if there is one that learns."""
+        self._fleet = Fleet(rules if drafter is None else replace(rules, lends_idle=True))
+        self._ledger, self._drafter = ledger, drafter
         self._start, self._silence_s, self._note, self._say, self._clock = start, silence_s, note, say, clock
         self._is_grading = is_grading
         self._waits = Waits()
@@ -190,6 +197,8 @@ class Pool:
         for worker in self._workers.values():
             if worker.here is not None:
                 worker.link.send(TakeWeights(version.number))
+        if self._drafter is not None:
+            self._drafter.new_policy(version.number)
 
     def advance(self) -> list[Rollout]:
         """What has ended by now. Does not wait."""
@@ -249,6 +258,9 @@ class Pool:
         drafts, self._drafts = self._drafts, DraftCounts()
         return drafts
 
+    def take_drafter_metrics(self) -> dict[str, float]:
+        return self._drafter.take_metrics() if self._drafter is not None else {}
+
     def take_forecasts(self) -> dict[str, float]:
         """How good the forecasts of lengths were in the last step that was closed."""
         metrics = self._fleet.forecast_metrics
@@ -269,6 +281,8 @@ class Pool:
                 worker.here = message
                 if self._wanted is not None:
                     worker.link.send(TakeWeights(self._wanted.number))
+                if self._drafter is not None and message.drafter is not None:
+                    self._drafter.join(name, message.drafter)
             case HasWeights():
                 self._see_weights(name, worker, message.version)
             case Ended():
@@ -276,6 +290,8 @@ class Pool:
                 del self._rollouts[message.rollout.request.uid]
                 self._ended.append(message.rollout)
                 self._tell(RolloutEnded(message.rollout.request.uid, len(message.rollout.token_ids)))
+                if self._drafter is not None:  # after who has nothing to do now was lent
+                    self._drafter.tell(LessonsAdded(1))
             case Grown():
                 for piece in message.pieces:
                     self._add_tokens(piece)
@@ -299,6 +315,8 @@ class Pool:
                 )
             case Broke():
                 raise WorkerBroke(f"rollout worker {name}: {message.reason}\n{worker.link.how_it_ended()}")
+            case _ if isinstance(message, FromMember) and self._drafter is not None:
+                self._drafter.hear(name, message)
             case _:
                 raise AssertionError(f"{name} said {message!r}")
 
@@ -308,7 +326,7 @@ class Pool:
         decoding = split_decoding(spent.decode_s, beat.num_tokens, drafts.num_accepted, drafts.num_drafted)
         waited_to_s = self._clock() - spent.weights_s
         accounts = {"prefill": spent.prefill_s, "graphs": spent.graph_s, "weight sync": spent.weights_s}
-        accounts |= {"evaluation": spent.evaluation_s} | decoding
+        accounts |= {"evaluation": spent.evaluation_s, "drafter training": spent.drafter_s} | decoding
         accounts |= self._waits.split(waited_to_s - spent.idle_s, waited_to_s)
         for account, seconds in accounts.items():
             self._ledger.book(name, account, seconds)
@@ -365,6 +383,8 @@ class Pool:
             self._hear(name, worker, message)
         worker.link.close()
         self._ledger.leave(name, self._clock())
+        if self._drafter is not None:
+            self._drafter.leave(name)
         if worker.is_leaving:
             del self._workers[name]
             self._say(f"rollout worker {name} has left; {self.num_workers} are there or on their way")
@@ -409,6 +429,8 @@ class Pool:
                 case TakeBack():
                     self._note(action)
                     self._workers[action.worker].link.send(GiveBack(action.rollout))
+                case Lend() | Recall() if self._drafter is not None:
+                    self._drafter.tell(action)
                 case CloseStep():
                     pass  # what a step is trained on is the scheduler's to say, which hears of rewards too
                 case _:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
 from slipstream.engine.strategy import DraftCounts
+from slipstream.runtime.drafter_messages import FromMember, ToMember
 from slipstream.schedule.speeds import Paces
 from slipstream.types import Request, Rollout, WeightVersion
 
@@ -50,7 +51,7 @@ class Leave:
     """Tell what is known of running rollouts, and end the process: others go on with them."""
 
 
-ToRolloutWorker = SampleGroup | GoOn | GiveBack | TakeWeights | Leave
+ToRolloutWorker = SampleGroup | GoOn | GiveBack | TakeWeights | Leave | ToMember
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ class Here:
     slots: int
     points: tuple[tuple[int, float], ...]
     """Its speed as it measured it: (sequences, seconds of a step)."""
+    drafter: int | None = None
+    """The version of the drafter that it drafts with, if there is one that learns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +98,11 @@ class Spent:
     """Of steps that made a CUDA graph, or had none yet."""
     weights_s: float = 0.0
     idle_s: float = 0.0
-    """With nothing to sample."""
+    """With nothing to sample, and nothing to learn."""
     evaluation_s: float = 0.0
     """Of all that held-out prompts take: by their share of the sequences."""
+    drafter_s: float = 0.0
+    """Teaching the drafter, and taking in what came of it."""
 
     def __add__(self, other: Spent) -> Spent:
         return Spent(
@@ -107,6 +112,7 @@ class Spent:
             self.weights_s + other.weights_s,
             self.idle_s + other.idle_s,
             self.evaluation_s + other.evaluation_s,
+            self.drafter_s + other.drafter_s,
         )
 
 
@@ -130,4 +136,4 @@ class Broke:
     reason: str
 
 
-FromRolloutWorker = Here | HasWeights | Ended | Grown | GivenBack | Beat | Broke
+FromRolloutWorker = Here | HasWeights | Ended | Grown | GivenBack | Beat | Broke | FromMember

@@ -1,7 +1,9 @@
 """An engine that does what messages say and reports what came of it. A plain class: it knows no process and no pipe.
 
-Messages are obeyed in the order they come, between two steps of the engine. Invariants: a rollout that was taken on is
-reported as ended or given back, once; weights that were asked for are there before anything later is sampled.
+Messages are obeyed in the order they come, between two steps of the engine, or between two pieces of what it does about
+the drafter (`drafter_worker.py`), which comes before sampling: it is told to stop that where sampling has precedence.
+Invariants: a rollout that was taken on is reported as ended or given back, once; weights that were asked for are there
+before anything later is sampled.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from transformers import PreTrainedModel
 
 from slipstream.draft.shelves import Text
 from slipstream.engine.engine import Engine
+from slipstream.runtime.drafter_messages import ToMember
+from slipstream.runtime.drafter_worker import DrafterWorker
 from slipstream.runtime.rollout_messages import (
     EVALUATION,
     Beat,
@@ -74,8 +78,11 @@ class RolloutWorker:
         past: PastTexts,
         say: Callable[[FromRolloutWorker], None],
         clock: Callable[[], float] = time.monotonic,
+        drafter: DrafterWorker | None = None,
     ) -> None:
+        """`drafter`: None where none learns."""
         self._engine, self._weights, self._past, self._say, self._clock = engine, weights, past, say, clock
+        self._drafter = drafter
         self._told: dict[str, int] = {}
         """By rollout that is here: tokens of it that were reported, with those it came with."""
         self._num_evaluated = 0
@@ -89,7 +96,11 @@ class RolloutWorker:
 
     @property
     def has_work(self) -> bool:
-        return self._engine.has_work
+        return self._engine.has_work or self._learns
+
+    @property
+    def _learns(self) -> bool:
+        return self._drafter is not None and self._drafter.is_busy
 
     def obey(self, message: ToRolloutWorker) -> None:
         self._count_idle()
@@ -109,22 +120,40 @@ class RolloutWorker:
                     self._let_go(partial.request)
                     self._say(GivenBack(partial))
             case TakeWeights():
+                if self._drafter is not None:
+                    self._drafter.make_way()
                 version = self._engine.change_weights(lambda model: self._weights.catch_up(model, message.number))
+                if self._drafter is not None:
+                    self._drafter.new_policy(version)
                 self._spent += Spent(weights_s=self._lap())
                 self._tell()
                 self._say(HasWeights(version))
             case Leave():
                 self._tell()
+                if self._drafter is not None:
+                    self._drafter.close()
                 self.is_leaving = True
+            case _:
+                self._obey_about_drafter(message)
+
+    def _obey_about_drafter(self, message: ToMember) -> None:
+        assert self._drafter is not None, f"told {message}, without a drafter that learns"
+        self._drafter.obey(message)
+        self._spent += Spent(drafter_s=self._lap())
 
     def step(self) -> None:
-        """One of the engine, if there is something to sample; and what is to be told by now."""
+        """One of the engine, if there is something to sample and nothing to learn; and what is to be told by now."""
         self._count_idle()
-        if self._engine.has_work:
+        if self._drafter is not None and self._drafter.is_busy:
+            self._drafter.advance()
+            self._spent += Spent(drafter_s=self._lap())
+        elif self._engine.has_work:
             ended = self._engine.step()
             self._book_step()
             for rollout in ended:
                 self._let_go(rollout.request)
+                if self._drafter is not None:
+                    self._drafter.add_text(rollout)
                 self._say(Ended(rollout))
             if not self._engine.has_work:
                 self._tell()
@@ -168,7 +197,7 @@ class RolloutWorker:
         self._past.let_go(request)
 
     def _count_idle(self) -> None:
-        if not self._engine.has_work:
+        if not self.has_work:
             self._spent += Spent(idle_s=self._lap())
 
     def _lap(self) -> float:

@@ -365,6 +365,8 @@ class StreamWorld:
                 return []
             case StateSaved():
                 self._console.note(f"saved {message.path}")
+                if message.problem:
+                    self._console.note(message.problem)
                 self._row(message.step + 1)["timing_s/save"] = message.seconds
                 self._ledger.book(trainer.name, "checkpoint", message.seconds)
                 write_report(self._config.run.dir)
@@ -403,10 +405,12 @@ class StreamWorld:
             "workers/weights_s": spent.weights_s,
             "workers/idle_s": spent.idle_s,
             "workers/tokens": float(self._pool.take_sampled()),
+            "workers/drafter_s": spent.drafter_s,
             "workers/count": float(self._pool.num_workers),
             "workers/lost": float(self._pool.num_lost),
         }
         row |= self._pool.take_forecasts()
+        row |= self._pool.take_drafter_metrics()
         paces = self._pool.take_paces()
         if paces:
             self._note(WorkersPaced(action.step, paces))

@@ -27,8 +27,9 @@ from slipstream.observe.loggers import MetricLog
 from slipstream.observe.store import RunStore
 from slipstream.runtime.coats import sample_in_process, train_in_process
 from slipstream.runtime.crew import TrainerCrew
+from slipstream.runtime.drafter_session import DrafterSession
 from slipstream.runtime.driver import drive
-from slipstream.runtime.folder import LOGS_FOLDER, PROCESSES_FILE, WEIGHTS_FOLDER
+from slipstream.runtime.folder import LESSONS_FOLDER, LOGS_FOLDER, PROCESSES_FILE, VERSIONS_FOLDER, WEIGHTS_FOLDER
 from slipstream.runtime.kept import Kept
 from slipstream.runtime.placement import trainer_name
 from slipstream.runtime.pool import Pool, WorkerLink
@@ -66,6 +67,8 @@ class StreamParts:
     """Goes into every checkpoint as it is."""
     kept: Kept
     """Rollouts of the run that this one goes on from."""
+    drafter_updates: int | None = None
+    """Of the drafter that is published for the workers to begin with; None: there is none that learns."""
 
 
 def stream(
@@ -96,6 +99,7 @@ def stream(
     with ExitStack() as stack:
         ledger, bell = Ledger(), Doorbell()
         pids, pids_lock = {"driver": os.getpid()}, Lock()
+        workers: dict[str, WorkerLink] = {}
 
         def write_down(name: str, pid: int) -> None:
             """For whoever looks after the run."""
@@ -109,9 +113,26 @@ def stream(
             log_file = run_dir / LOGS_FOLDER / f"{name}.log"
             return runtime.start(name, log_file, num_threads, *work, bell=bell, born=write_down)
 
+        def note(item: Item) -> None:
+            write(time.time(), item)
+
+        drafter = None
+        if parts.drafter_updates is not None:
+            drafter = DrafterSession(
+                run_dir / VERSIONS_FOLDER,
+                lambda name, message: workers[name].send(message),
+                updates=config.drafter.updates,
+                samples=config.samples_per_step,
+                num_updates=parts.drafter_updates,
+                record=note,
+                say=parts.console.note,
+            )
+
         def start_worker(name: str) -> WorkerLink:
             most_bytes = runtime.worker_bytes(name, parts.num_parameters)
-            return start(name, worker_threads(config), sample_in_process, config, weights_folder, name, most_bytes)
+            work = (sample_in_process, config, weights_folder, name, most_bytes)
+            workers[name] = start(name, worker_threads(config), *work)
+            return workers[name]
 
         rendezvous = runtime.rendezvous()
         trainers = []
@@ -122,10 +143,6 @@ def stream(
             stack.callback(trainers[-1].close)
             ledger.arrive(name, time.monotonic(), rest="rollout wait")
         groups = OpenGroups(parts.grader, parts.tokenizer, config.seed, bell.ring)
-
-        def note(item: Item) -> None:
-            write(time.time(), item)
-
         pool = Pool(
             MODES[config.mode],
             config.rollout.workers,
@@ -135,7 +152,9 @@ def stream(
             note=note,
             is_grading=lambda: groups.num_in_grading > 0,
             say=parts.console.note,
+            drafter=drafter,
         )
+        stack.callback(shutil.rmtree, run_dir / LESSONS_FOLDER, ignore_errors=True)  # once all are gone
         stack.callback(pool.close)
         world = StreamWorld(
             config,

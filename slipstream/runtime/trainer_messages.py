@@ -82,6 +82,8 @@ class StateSaved:
     step: int
     path: Path
     seconds: float
+    problem: str = ""
+    """With something that the run can do without."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
+from safetensors import SafetensorError
 from torch import Tensor
 
+from slipstream.draft import versions
+from slipstream.draft.saved import save_drafter_state
+from slipstream.models.weights import digest_of
 from slipstream.runtime.trainer_messages import (
     FeedSamples,
     FinishStep,
@@ -47,9 +53,12 @@ class TrainerWorker:
         weights: WeightSink | None,
         say: Callable[[FromTrainer], None],
         clock: Callable[[], float] = time.perf_counter,
+        drafter_folder: Path | None = None,
     ) -> None:
-        """`weights`: None for a rank that only takes part."""
+        """`weights`: None for a rank that only takes part. `drafter_folder`: of the versions of a drafter that
+        checkpoints are to hold, if there is one."""
         self._rank, self._weights, self._say, self._clock = rank, weights, say, clock
+        self._drafter_folder = drafter_folder
         self._step: int | None = None
         """The one that groups were fed to, if any were."""
         self._done = self._fed = 0
@@ -89,9 +98,27 @@ class TrainerWorker:
                     self._say(WeightsPublished(version, self._clock() - started))
             case SaveState():
                 path = self._rank.save(message.step, message.run_state, message.files)
+                problem = self._save_drafter(path, message.step)
                 seconds = self._clock() - started
-                self._say(TookPart("checkpoint", seconds) if path is None else StateSaved(message.step, path, seconds))
+                if path is None:
+                    self._say(TookPart("checkpoint", seconds))
+                else:
+                    self._say(StateSaved(message.step, path, seconds, problem))
         self._done_s = self._clock()
+
+    def _save_drafter(self, checkpoint: Path | None, step: int) -> str:
+        """The newest version, into the checkpoint; what went wrong, which costs the drafter alone."""
+        if self._drafter_folder is None:
+            return ""
+        digest = digest_of(self._rank.weights())  # all ranks go through them
+        if checkpoint is None:
+            return ""
+        try:
+            state = versions.load_whole(self._drafter_folder)
+            save_drafter_state(checkpoint, replace(state, step=step, target_digest=digest))
+        except (OSError, SafetensorError, ValueError) as error:
+            return f"the drafter of {checkpoint} could not be saved: {error}"
+        return ""
 
     def _feed(self, message: FeedSamples) -> None:
         if self._step is None:

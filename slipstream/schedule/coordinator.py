@@ -1,10 +1,10 @@
 """Which workers train the drafter while they have nothing to sample. A pure state machine.
 
-A worker is BUSY while it samples, IDLE once the fleet lends it, and TRAINING in a session. A session begins when enough
-workers are idle and there is enough to learn from; who becomes idle later joins at the next round, which is when
-members average what they have learned. Whoever is recalled or dies leaves at once, without waiting for the others. One
-member leads: it publishes the drafter after every round. If it leaves, the next in line leads on; with the last member
-the session ends, and what was published stays.
+A worker is BUSY while it samples, IDLE once the fleet lends it or it is told to rest, and TRAINING in a session. A
+session begins when enough workers are idle and there is enough to learn from; who becomes idle later joins at the next
+round, which is when members average what they have learned. Whoever is recalled or dies leaves at once, without waiting
+for the others. One member leads: it publishes the drafter after every round. If it leaves, the next in line leads on;
+with the last member the session ends, and what was published stays.
 
 Invariants, asserted by `tests/test_schedule_coordinator.py`: a worker never trains while it samples; a recalled worker
 is told to stop in the very answer to its recall; a session has exactly one leader, who is a member; there is at most
@@ -23,6 +23,7 @@ from slipstream.schedule.events import (
     LessonsAdded,
     Publish,
     Recall,
+    Rest,
     RoundDone,
     StopTraining,
     TrainRound,
@@ -54,11 +55,19 @@ class Coordinator:
     def idle(self) -> tuple[str, ...]:
         return tuple(self._idle)
 
+    @property
+    def has_enough(self) -> bool:
+        """To learn from, for a session to begin."""
+        return self._num_lessons >= self.least_lessons
+
     def on_event(self, event: CoordinatorEvent) -> list[CoordinatorAction]:
         match event:
             case Lend():
                 assert event.worker not in self._members, f"{event.worker} trains, and cannot be idle too"
                 self._idle[event.worker] = None
+                return self._begin()
+            case Rest():
+                self._idle |= dict.fromkeys(name for name in event.workers if name not in self._members)
                 return self._begin()
             case Recall() | WorkerLeft():
                 return self._leave(event.worker, is_here=isinstance(event, Recall))
@@ -69,7 +78,7 @@ class Coordinator:
                 return self._go_on(event.session)
 
     def _begin(self) -> list[CoordinatorAction]:
-        if self._members or len(self._idle) < self.least_idle or self._num_lessons < self.least_lessons:
+        if self._members or len(self._idle) < self.least_idle or not self.has_enough:
             return []
         self._session += 1
         return [self._round()]
@@ -86,7 +95,7 @@ class Coordinator:
             return []  # of a session that has ended meanwhile
         self._num_lessons -= self._in_round
         actions: list[CoordinatorAction] = [Publish(session, next(iter(self._members)))]
-        if self._num_lessons >= self.least_lessons:
+        if self.has_enough:
             return [*actions, self._round()]
         self._idle = self._members | self._idle
         self._members = {}

@@ -279,13 +279,20 @@ class LessonsAdded:
 
 
 @dataclass(frozen=True, slots=True)
+class Rest:
+    """These stop sampling for one round, since nobody has had time for one."""
+
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RoundDone:
     """All members of the session have trained for a round and averaged their weights."""
 
     session: int
 
 
-CoordinatorEvent = Lend | Recall | WorkerLeft | LessonsAdded | RoundDone
+CoordinatorEvent = Lend | Recall | Rest | WorkerLeft | LessonsAdded | RoundDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +336,7 @@ BY_NAME: dict[str, type] = {
         *(Generate, Feed, Train, PushWeights, Evaluate, Record, Save, Finish),
         *(WorkerJoined, WorkerLeft, RolloutsAsked, RolloutEnded, HandedBack, Outgrew, WorkersWanted, WorkersPaced),
         *(Sample, Watch, TakeBack, CloseStep, Lend, Recall),
-        *(LessonsAdded, RoundDone, TrainRound, StopTraining, Publish, EndSession),
+        *(LessonsAdded, Rest, RoundDone, TrainRound, StopTraining, Publish, EndSession),
     )
 }
 

@@ -1,0 +1,60 @@
+"""Rollouts that a drafter is to learn from where nobody trains the policy: it reads them once more, for hidden states.
+
+Owns the rollouts that wait for it. They are read with the weights that are there then, some tokens at a time, and
+become lessons (`lessons.py`); those that nobody found time for while the policy changed twice are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+from slipstream.draft.online import LESSON_TOKENS, DrafterTrainer
+from slipstream.models.packed import document_hidden
+from slipstream.types import Rollout
+
+Text = tuple[tuple[int, ...], int]
+"""Its tokens, and how many of them are the response's."""
+
+
+class Reader:
+    def __init__(self, trainer: DrafterTrainer, model: PreTrainedModel) -> None:
+        """`model`: the policy, whose hidden states the trainer catches."""
+        self._trainer, self._model = trainer, model
+        self._new: list[Text] = []
+        self._old: list[Text] = []
+        """Of the policy before this one."""
+
+    def __len__(self) -> int:
+        """Rollouts that wait to be read."""
+        return len(self._old) + len(self._new)
+
+    def add(self, rollout: Rollout) -> None:
+        ids = (*rollout.request.prompt_ids, *rollout.token_ids)
+        if len(rollout.token_ids) > 1:  # the last token is asked nothing of
+            self._new.append((ids[:-1], len(rollout.token_ids)))
+
+    def new_policy(self) -> None:
+        """Its weights have changed."""
+        self._trainer.begin_step()
+        self._old, self._new = self._new, []
+
+    def read(self) -> Iterator[None]:
+        """All that waits, as many tokens at a time as an update has, or one text that has more."""
+        while self._old or self._new:
+            batch, num_tokens = list[Text](), 0
+            for waiting in (self._old, self._new):
+                while waiting and (not batch or num_tokens + len(waiting[0][0]) <= LESSON_TOKENS):
+                    batch.append(waiting.pop(0))
+                    num_tokens += len(batch[-1][0])
+            self._read(batch)
+            yield
+
+    @torch.no_grad()
+    def _read(self, batch: list[Text]) -> None:
+        ids_T = torch.tensor([token for ids, _ in batch for token in ids], device=self._model.device)
+        lengths = [len(ids) for ids, _ in batch]
+        last_TD = document_hidden(self._model, ids_T, lengths)
+        self._trainer.collect(ids_T, lengths, [num_response for _, num_response in batch], last_TD)

@@ -26,7 +26,7 @@ import yaml
 from slipstream.observe.ledger import ACCOUNTS
 from slipstream.observe.store import RunStore
 
-WORDS = {"wording": "terse", "min_length": 3, "max_length": 7, "max_value": 9}
+WORDS = {"wording": "terse", "min_length": 3, "max_length": 6, "max_value": 9}
 RECIPE: dict[str, Any] = {
     "model": "tiny",
     "mode": "sync",

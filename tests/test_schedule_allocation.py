@@ -8,7 +8,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.schedule.allocation import PATIENCE, WINDOW, Adjuster, Allocator, StepSeen, Wish
+from slipstream.schedule.allocation import PATIENCE, WINDOW, Adjuster, Allocator, StepSeen, Wish, times_as_long
+from slipstream.schedule.speeds import SpeedCurve
 
 
 def run(adjuster: Adjuster, lengths: list[float], num_workers: int, train_s: float = 100.0) -> list[int]:
@@ -100,3 +101,12 @@ def test_a_worker_that_cannot_start_is_not_asked_for_again_at_once() -> None:
 def test_whoever_asks_for_more_than_the_bounds_gets_them() -> None:
     allocator = Allocator(1, 2)
     assert not any(allocator.observe(StepSeen(40.0, 1000.0, 200.0, 10.0, 5, 5)) for _ in range(20))
+
+
+def test_more_workers_save_more_where_rollouts_wait_for_slots() -> None:
+    curve = SpeedCurve(((1, 1.0), (8, 1.7)))
+    waiting = times_as_long(curve, 8.0, 1, 2, slots=8, num_rollouts=64)
+    assert waiting == 0.5, "both have full batches"
+    seated = times_as_long(curve, 8.0, 1, 2, slots=64, num_rollouts=8)
+    assert seated == curve.token_s(4) / curve.token_s(8), "half of them each, which are hardly faster"
+    assert times_as_long(curve, 3.0, 2, 2, slots=8, num_rollouts=8) == 1.0

@@ -52,7 +52,7 @@ from slipstream.runtime.trainer_messages import (
     WeightsPublished,
     Working,
 )
-from slipstream.schedule.allocation import Allocator, StepSeen
+from slipstream.schedule.allocation import Allocator, StepSeen, times_as_long
 from slipstream.schedule.events import (
     Action,
     Evaluate,
@@ -436,10 +436,9 @@ class StreamWorld:
         )
         curve, batch = curve_of_paces(paces), sum(one[1] for one in paces) / sum(one[0] for one in paces)
 
-        def times_as_long(other: int) -> float:
-            return curve.token_s(max(1, round(batch * num_workers / other))) / curve.token_s(max(1, round(batch)))
-
-        wish = self._allocator.observe(seen, times_as_long)
+        ahead = 1 + MODES[self._config.mode].staleness
+        sizes = {"slots": self._config.engine.max_sequences, "num_rollouts": ahead * self._config.samples_per_step}
+        wish = self._allocator.observe(seen, lambda other: times_as_long(curve, batch, num_workers, other, **sizes))
         if wish is not None:
             self._resize(wish.num_workers, wish.reason)
 

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from slipstream.schedule.speeds import SpeedCurve
+
 WINDOW = 3
 """Steps of which the mean is looked at before a worker is added or given back."""
 WORTH = 0.5
@@ -72,6 +74,22 @@ GAIN = 0.02
 """Of a token's time: less than this, and a worker that was added is given back."""
 PATIENCE = 20
 """Steps before a number of workers that gained nothing is tried again."""
+
+
+def times_as_long(
+    curve: SpeedCurve, batch: float, num_workers: int, other: int, *, slots: int, num_rollouts: int
+) -> float:
+    """What sampling `num_rollouts` would take with `other` workers of so many slots, against what it takes.
+
+    `batch`: sequences of a step on average, in which slots are free towards the end; so they will be with others too.
+    """
+
+    def most(workers: int) -> float:
+        return min(slots, num_rollouts / workers)
+
+    there = max(1, round(batch))
+    then = max(1, round(batch * most(other) / most(num_workers)))
+    return (num_workers * there * curve.token_s(then)) / (other * then * curve.token_s(there))
 
 
 @dataclass(frozen=True, slots=True)

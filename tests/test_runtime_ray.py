@@ -318,7 +318,8 @@ def test_a_cluster_that_is_too_small_says_so_at_once_and_one_that_is_not_is_fill
     with pytest.raises(ValueError, match=r"asks for 4 CPU .*free now: .* has 2 CPU; .* has 1 CPU \(of 3 CPU in all\)"):
         run_training(load_config(recipe, ["rollout.workers=3", "rollout.threads=1"]), quiet=True)
     assert not (tmp_path / "run").exists(), "nothing was begun"
-    plain, seen = ray_runtime.RayRuntime._folder_for, dict[str, str]()
+    plain, plain_close = ray_runtime.RayRuntime._folder_for, ray_runtime.RayRuntime.close
+    seen: dict[str, str] = {}
 
     def folder_for(self: ray_runtime.RayRuntime, name: str) -> SharedFolder:
         folder = plain(self, name)
@@ -329,12 +330,15 @@ def test_a_cluster_that_is_too_small_says_so_at_once_and_one_that_is_not_is_fill
     def close(self: ray_runtime.RayRuntime) -> None:
         seen.update({link.name: link.where.node_id for link in self._links if link.where is not None})
         seen["shelf"] = " ".join(path.name for path in (self._folder.elsewhere / "weights").iterdir())
+        plain_close(self)
+        seen["left"] = " ".join(path.name for path in self._folder.elsewhere.iterdir() if path.is_dir())
 
     monkeypatch.setattr(ray_runtime.RayRuntime, "_folder_for", folder_for)
     monkeypatch.setattr(ray_runtime.RayRuntime, "close", close)
     assert run_training(load_config(recipe, ["rollout.threads=1"]), quiet=True).reason == "done"
     assert len({seen["trainer"], seen["rollout-0"], seen["rollout-1"]}) == 2
     assert "000004.on.000003" in seen["shelf"], "weights came to the other node by Ray's object store"
+    assert seen["left"] == "", "and are gone with the run"
     with RunStore(tmp_path / "run", read_only=True) as store:
         workers = {one.device for one in store.ledger() if one.account == "decode"}
     assert workers == {"rollout-0", "rollout-1"}

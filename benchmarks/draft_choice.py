@@ -30,7 +30,7 @@ from slipstream.engine.sampling import gumbel_of
 from slipstream.history.store import PastRollout
 from slipstream.models.rendering import render_prompts
 from slipstream.observe.store import RunStore, StoredRollout
-from slipstream.runtime.local import load_training_problems
+from slipstream.runtime.prompts import load_training_problems
 
 KEPT, MAX_WINDOW = 16, 32
 CHOICES = ("noise", "raw noise", "count", "newest")

@@ -28,8 +28,8 @@ from slipstream.observe.store import RunStore
 from slipstream.rng import keyed_random
 from slipstream.runtime.benches import describe_machine
 from slipstream.runtime.engines import choose_device
-from slipstream.runtime.local import load_training_problems
 from slipstream.runtime.offline import DEPTH, Judge, Sample, sample_of
+from slipstream.runtime.prompts import load_training_problems
 
 NAMES = {"adaptive": "learning on", "before": "as it was before the update", "frozen": "frozen"}
 

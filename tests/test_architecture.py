@@ -103,7 +103,8 @@ PURE = {
         f"slipstream.runtime.{name}"
         for name in (
             *("control", "driver", "drafter_messages", "drafter_session"),
-            *("crew", "kept", "placement", "pool", "processes", "rollout_messages", "stopping", "trainer_messages"),
+            *("crew", "kept", "placement", "pool", "processes", "rollout_messages", "sizing", "stopping"),
+            "trainer_messages",
         )
     ],
     "cli": ["slipstream.cli"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +54,7 @@ from slipstream.runtime.folder import REFERENCE_FOLDER, VERSIONS_FOLDER, RunFold
 from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.pool import WorkerBroke
 from slipstream.runtime.processes import use_threads
+from slipstream.runtime.prompts import check_length, hold_out, load_eval_problems, load_training_problems
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.runtime.runtimes import Runtime, open_runtime
 from slipstream.runtime.stopping import StopFlag, stop_on_signals
@@ -63,10 +64,9 @@ from slipstream.runtime.world import LocalWorld
 from slipstream.schedule.events import Action, Event, RunBegan, StepTrained, UnderWay, to_record
 from slipstream.schedule.scheduler import Scheduler
 from slipstream.tasks.grading import Grader
-from slipstream.tasks.sources import load_problems
 from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from slipstream.train.trainer import Trainer
-from slipstream.types import Problem, Prompt
+from slipstream.types import Prompt
 
 MAX_TRAINER_LOSSES = 3
 """Without a new checkpoint in between: then something else is wrong."""
@@ -433,37 +433,3 @@ def still_heap() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
-
-
-def load_training_problems(config: Config) -> list[Problem]:
-    return [
-        problem
-        for number, task_set in enumerate(config.tasks.train)
-        for problem in load_problems(task_set, f"train/{number}")
-    ]
-
-
-def load_eval_problems(config: Config) -> dict[str, list[Problem]]:
-    return {name: load_problems(task_set, f"eval/{name}") for name, task_set in config.tasks.eval.items()}
-
-
-def check_length(config: Config, model: PreTrainedModel) -> None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and config.max_length > limit:
-        raise ValueError(
-            f"engine.max_prompt_tokens={config.engine.max_prompt_tokens} + sampling.max_new_tokens="
-            f"{config.sampling.max_new_tokens} = {config.max_length} tokens, but {config.model} takes {limit}"
-        )
-
-
-def hold_out(prompts: Sequence[Prompt], eval_sets: Mapping[str, Sequence[Prompt]], console: Console) -> list[Prompt]:
-    """Training prompts that no evaluation set has, so that evaluation measures what was learned, not remembered."""
-    held_out = {prompt.key for evaluated in eval_sets.values() for prompt in evaluated}
-    kept = [prompt for prompt in prompts if prompt.key not in held_out]
-    if not kept:
-        raise ValueError(
-            "every training prompt is also in an evaluation set: make the training set larger or more varied"
-        )
-    if len(kept) < len(prompts):
-        console.note(f"{len(prompts) - len(kept)} of {len(prompts)} training prompts are in evaluation sets: left out")
-    return kept

@@ -32,7 +32,7 @@ from slipstream.observe.store import RunStore, RunStoreError, StoredRollout
 from slipstream.rng import derive_seed, keyed_random
 from slipstream.runtime.drafters import ABOUT, check_fit, find_checkpoint, find_drafter, save_drafter
 from slipstream.runtime.engines import choose_device
-from slipstream.runtime.local import load_training_problems
+from slipstream.runtime.prompts import load_training_problems
 from slipstream.runtime.stopping import stop_on_signals
 from slipstream.types import Prompt
 

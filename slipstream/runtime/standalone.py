@@ -14,7 +14,7 @@ from slipstream.observe.console import Console
 from slipstream.runtime.drafting import without_learning
 from slipstream.runtime.engines import build_engine, choose_device
 from slipstream.runtime.evaluation import evaluate_sets
-from slipstream.runtime.local import check_length, load_eval_problems
+from slipstream.runtime.prompts import check_length, load_eval_problems
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.tasks.grading import Grader
 from slipstream.train.checkpoint import find_damage, latest_checkpoint

@@ -21,7 +21,6 @@ from slipstream.observe.loggers import MetricLog
 from slipstream.observe.report import write_report
 from slipstream.observe.store import RunStore
 from slipstream.observe.timeline import write_trace
-from slipstream.runtime.control import workers_asked_for
 from slipstream.runtime.crew import TrainerCrew, TrainerLost
 from slipstream.runtime.drafting import draft_metrics, past_texts, remember
 from slipstream.runtime.evaluation import EvaluationRound
@@ -39,6 +38,7 @@ from slipstream.runtime.pool import Pool, WorkerBroke, WorkerLink
 from slipstream.runtime.processes import Doorbell
 from slipstream.runtime.rollout_messages import EVALUATION
 from slipstream.runtime.rollouts import GradedGroup, OpenGroups, metrics_of, scored_fact, store_groups, train_samples
+from slipstream.runtime.sizing import Sizing
 from slipstream.runtime.trainer_messages import (
     FeedSamples,
     FinishStep,
@@ -52,7 +52,6 @@ from slipstream.runtime.trainer_messages import (
     WeightsPublished,
     Working,
 )
-from slipstream.schedule.allocation import Allocator, StepSeen, times_as_long
 from slipstream.schedule.events import (
     Action,
     Evaluate,
@@ -71,18 +70,14 @@ from slipstream.schedule.events import (
     Train,
     WeightsLive,
     WorkersPaced,
-    WorkersWanted,
 )
 from slipstream.schedule.order import PromptOrder
 from slipstream.schedule.rules import MODES, oldest_version
-from slipstream.schedule.speeds import Paces, curve_of_paces
 from slipstream.tasks.grading import check_faults
 from slipstream.types import Prompt, Request, Rollout, SamplingParams, Scored
 
 WAIT_S = 0.2
 """For somebody to say something."""
-LOOK_S = 1.0
-"""Between two looks at what the run was asked to change."""
 
 
 def is_training(request: Request) -> bool:
@@ -117,11 +112,7 @@ class StreamWorld:
         self._config = config
         self._pool, self._crew, self._groups, self._history = pool, crew, groups, history
         self._ledger, self._bell, self._began_s = ledger, bell, time.monotonic()
-        self._wish: int | None = None
-        """How many workers were asked for last."""
-        scale = config.rollout.scale
-        self._allocator = Allocator(scale.min, scale.max) if scale is not None else None
-        self._note = note
+        self._note, self._sizing = note, Sizing(config, pool, note, console.note)
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
@@ -147,7 +138,6 @@ class StreamWorld:
         self._shown = 0, 0
         """Of the step in training: tokens that have given their gradient and tokens fed, as its bar has them."""
         self._told_stop = False
-        self._looked_s = 0.0
 
     def perform(self, action: Action) -> list[Event]:
         match action:
@@ -176,7 +166,7 @@ class StreamWorld:
             self._told_stop = True
             self._console.note("stopping: saving a checkpoint first (Ctrl-C again: stop at once)")
             return [StopAsked(reason)]
-        self._look_at_wishes()
+        self._sizing.look()
         self._bell.wait(WAIT_S)
         facts = self._hear_trainers()
         for rollout in self._pool.advance():
@@ -188,21 +178,6 @@ class StreamWorld:
             self._row(step)["timing_s/update_weights"] = time.perf_counter() - since_s
             facts.append(WeightsLive(step))
         return facts
-
-    def _look_at_wishes(self) -> None:
-        if time.monotonic() - self._looked_s < LOOK_S:
-            return
-        self._looked_s = time.monotonic()
-        wanted = workers_asked_for(self._config.run.dir)
-        if wanted is not None and wanted != self._wish:
-            self._wish = wanted
-            self._allocator = None  # who asks knows better, from then on
-            self._resize(wanted, "as was asked for")
-
-    def _resize(self, num_workers: int, reason: str) -> None:
-        self._console.note(f"rollout workers: {num_workers} instead of {self._pool.num_workers}, {reason}")
-        self._note(WorkersWanted(num_workers, reason))
-        self._pool.resize(num_workers)
 
     def close(self) -> None:
         for name in list(self._bars):
@@ -419,28 +394,7 @@ class StreamWorld:
         self._log.write(action.step, row)
         if action.step > 0:
             self._console.step_line(action.step, row)
-            self._allocate(row, spent.prefill_s + spent.decode_s, paces)
-
-    def _allocate(self, row: Mapping[str, float], busy_s: float, paces: Paces) -> None:
-        """After a step: a worker more or one fewer, if the run may choose."""
-        if self._allocator is None or "timing_s/step" not in row or not paces or not self._pool.num_joined:
-            return
-        num_workers = self._pool.num_joined
-        seen = StepSeen(
-            step_s=row["timing_s/step"] - row.get("timing_s/eval", 0.0),
-            num_tokens=row["rollout/tokens"],
-            busy_s=busy_s,
-            train_s=row.get("timing_s/update_actor", 0.0),
-            num_workers=num_workers,
-            num_wanted=self._pool.num_workers,
-        )
-        curve, batch = curve_of_paces(paces), sum(one[1] for one in paces) / sum(one[0] for one in paces)
-
-        ahead = 1 + MODES[self._config.mode].staleness
-        sizes = {"slots": self._config.engine.max_sequences, "num_rollouts": ahead * self._config.samples_per_step}
-        wish = self._allocator.observe(seen, lambda other: times_as_long(curve, batch, num_workers, other, **sizes))
-        if wish is not None:
-            self._resize(wish.num_workers, wish.reason)
+            self._sizing.after_step(row, spent.prefill_s + spent.decode_s, paces)
 
     def _save(self, action: Save) -> None:
         # The store first: after a power cut a checkpoint must not know more than the store does.

@@ -270,9 +270,9 @@ def test_workers_draft_from_what_earlier_epochs_had(colocated: Path, tmp_path: P
 def test_a_run_chooses_its_workers_and_says_why(tmp_path: Path) -> None:
     """Where more of them share the same cores: one is tried, and given back if it saves nothing; rollouts stay."""
     recipe = write_recipe(tmp_path, "run", **SYNC | {"rollout": {"workers": 1, "scale": {"min": 1, "max": 2}}})
-    steps = 24
+    steps = 12
     # Long answers, few at a time, that hardly change: sampling takes longer than training.
-    sizes = ["train.lr=1e-9", "sampling.max_new_tokens=90", "engine.max_sequences=2", "train.samples_per_prompt=4"]
+    sizes = ["train.lr=1e-9", "sampling.max_new_tokens=40", "engine.max_sequences=2", "train.samples_per_prompt=4"]
     changes = [f"train.steps={steps}", "train.prompts_per_step=2", "eval.every=0", *sizes]
     assert run_training(load_config(recipe, changes), quiet=True).reason == "done"
     with RunStore(tmp_path / "run", read_only=True) as store:

@@ -202,7 +202,7 @@ class Pool:
 
     def advance(self) -> list[Rollout]:
         """What has ended by now. Does not wait."""
-        self._note_waits()
+        self.note_waits()
         for step, asked in sorted(self._asked.items()):
             rollouts = tuple((one.request.uid, prompt_key) for one, prompt_key in asked)
             tokens = tuple((one.request.uid, len(one.token_ids)) for one, _ in asked if one.token_ids)
@@ -212,11 +212,11 @@ class Pool:
             for message in worker.link.receive():
                 self._hear(name, worker, message)
             self._look_after(name, worker)
-        self._note_waits()
+        self.note_waits()
         ended, self._ended = self._ended, []
         return ended
 
-    def _note_waits(self) -> None:
+    def note_waits(self) -> None:
         """What a worker without work waits for: others, grades, or the trainer."""
         reason = "reward wait" if self._is_grading() else "training wait"
         self._waits.note("tail wait" if self._rollouts else reason, self._clock())

@@ -172,6 +172,7 @@ class StreamWorld:
         for rollout in self._pool.advance():
             self._collect(rollout)
         facts += [fact for group in self._groups.graded(0.0) for fact in self._hear_grades(group)]
+        self._pool.note_waits()  # who waited for these grades waits for something else
         if self._pushed is not None and self._pool.live == self._pushed[0]:
             step, since_s = self._pushed
             self._pushed = None

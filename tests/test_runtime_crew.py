@@ -180,6 +180,8 @@ class Bars:
         self.seen: dict[str, list[tuple[int, int]]] = {}
         self.open: set[str] = set()
 
+    def note(self, line: str) -> None: ...
+
     @contextmanager
     def phase(self, name: str, total: int) -> Iterator[Any]:
         self.open.add(name)
@@ -217,6 +219,7 @@ def test_a_bar_shows_how_far_training_is(tmp_path: Path) -> None:
         kept_state={},
         kept=Kept(),
         stop_reason=lambda: None,
+        note=lambda item: None,
     )
     for message in (Working(None), Working(3, 0, 40), Working(3, 20, 40), Working(3, 40, 100), Working(3, 100, 100)):
         links[0].said.append(message)

@@ -16,6 +16,7 @@ from slipstream.runtime.trainer_messages import (
     StepFinished,
     TookPart,
     WeightsPublished,
+    Working,
 )
 from slipstream.runtime.trainer_worker import TrainerWorker
 from slipstream.train.trainer_rank import TrainerRank
@@ -39,10 +40,10 @@ class Rank:
 
     def skip_step(self) -> None: ...
 
-    def feed(self, samples: Any) -> None:
+    def feed(self, samples: Any, done: Any) -> None:
         self._clock.now_s += 2.0
 
-    def finish_step(self) -> dict[str, float]:
+    def finish_step(self, *done: Any) -> dict[str, float]:
         self._clock.now_s += 1.0
         return {}
 
@@ -50,7 +51,7 @@ class Rank:
         self._clock.now_s += 0.5
         return iter(())
 
-    def save(self, step: int, run_state: Any) -> Path | None:
+    def save(self, step: int, run_state: Any, files: Any) -> Path | None:
         self._clock.now_s += 3.0
         return Path("step") if self._is_first else None
 
@@ -61,7 +62,11 @@ class Sink:
 
 
 def worker_of(clock: Clock, said: list[Any], is_first: bool = True) -> TrainerWorker:
-    return TrainerWorker(cast(TrainerRank, Rank(clock, is_first)), Sink() if is_first else None, said.append, clock)
+    def say(message: Any) -> None:
+        if not isinstance(message, Working):  # `test_runtime_crew.py` is about these
+            said.append(message)
+
+    return TrainerWorker(cast(TrainerRank, Rank(clock, is_first)), Sink() if is_first else None, say, clock)
 
 
 @pytest.mark.parametrize(("grading_s", "waited_s"), [(0.0, 0.0), (0.4, 0.4), (2.5, 1.0), (100.0, 7.0)])
@@ -86,7 +91,7 @@ def test_every_rank_tells_what_publishing_and_saving_took(is_first: bool) -> Non
     clock, said = Clock(), list[Any]()
     worker = worker_of(clock, said, is_first)
     worker.obey(PublishWeights(3))
-    worker.obey(SaveState(3, {}))
+    worker.obey(SaveState(3, {}, {}))
     if is_first:
         assert said == [WeightsPublished(WeightVersion(3, "same"), 0.5), StateSaved(3, Path("step"), 3.0)]
     else:

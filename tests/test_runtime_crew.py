@@ -200,7 +200,7 @@ class Bars:
 def test_a_bar_shows_how_far_training_is(tmp_path: Path) -> None:
     crew, links = crew_of(Clock())
     bars = Bars()
-    nothing = SimpleNamespace(num_in_grading=0, graded=lambda wait_s: [], advance=list, live=-1)
+    nothing = SimpleNamespace(graded=lambda wait_s: [], advance=list, note_waits=lambda: None, live=-1)
     recipe = {"model": "tiny", "mode": "sync", "tasks": {"train": [{"source": "sorting", "size": 4, "seed": 1}]}}
     parts: dict[str, Any] = dict.fromkeys(("history", "store", "log"))
     world = StreamWorld(

@@ -97,7 +97,7 @@ PURE = {
     ],
     "observe": [
         f"slipstream.observe.{name}"
-        for name in ("metrics", "console", "figures", "ledger", "loggers", "page", "report", "store")
+        for name in ("metrics", "console", "figures", "ledger", "loggers", "page", "report", "reports", "store")
     ],
     "driver": [
         f"slipstream.runtime.{name}"

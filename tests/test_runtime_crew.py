@@ -202,7 +202,7 @@ def test_a_bar_shows_how_far_training_is(tmp_path: Path) -> None:
     bars = Bars()
     nothing = SimpleNamespace(graded=lambda wait_s: [], advance=list, note_waits=lambda: None, live=-1)
     recipe = {"model": "tiny", "mode": "sync", "tasks": {"train": [{"source": "sorting", "size": 4, "seed": 1}]}}
-    parts: dict[str, Any] = dict.fromkeys(("history", "store", "log"))
+    parts: dict[str, Any] = dict.fromkeys(("history", "store", "log", "reports"))
     world = StreamWorld(
         build_config(recipe | {"run": {"dir": str(tmp_path)}}),
         **parts,

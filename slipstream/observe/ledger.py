@@ -26,7 +26,7 @@ ACCOUNTS = {
     "training": "gradients and updates of the policy",
     "drafter training": "the same of the drafter",
     "evaluation": "rollouts of held-out prompts; beside others, by their share of the sequences",
-    "checkpoint": "writing a checkpoint and the report",
+    "checkpoint": "writing a checkpoint",
     "idle": "nothing of the above",
 }
 IDLE = "idle"

@@ -31,6 +31,7 @@ from slipstream.models.rendering import render_prompts, render_solution, stop_to
 from slipstream.models.weights import fingerprint
 from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
+from slipstream.observe.reports import Reports
 from slipstream.observe.store import RunStore
 from slipstream.runtime.control import CONTROL_FILE
 from slipstream.runtime.crew import TrainerLost
@@ -150,7 +151,8 @@ def _train_once(
         if lost is None:
             (folder.path / CONTROL_FILE).unlink(missing_ok=True)  # what an earlier run was asked for
         stack.enter_context(stop_on_signals(flag))
-        run = _Run(config, tokenizer, model, trainer, store, log, console, flag)
+        reports = stack.enter_context(Reports(folder.path, console.note))
+        run = _Run(config, tokenizer, model, trainer, store, log, reports, console, flag)
         stack.callback(run.close)
         run.begin(checkpoint, device)
         if not run.warm_up(pairs):
@@ -182,11 +184,12 @@ class _Run:
         trainer: Trainer,
         store: RunStore,
         log: MetricLog,
+        reports: Reports,
         console: Console,
         flag: StopFlag,
     ) -> None:
         self.config, self.tokenizer, self.model, self.trainer = config, tokenizer, model, trainer
-        self.store, self.log, self.console, self.flag = store, log, console, flag
+        self.store, self.log, self.reports, self.console, self.flag = store, log, reports, console, flag
         self.step = 0
         self.position = 0
         self.concluded = False
@@ -355,6 +358,7 @@ class _Run:
             stop_token_ids=stop_ids,
             store=self.store,
             log=self.log,
+            reports=self.reports,
             console=self.console,
             kept_state={"warmup_done": self.warmup_done},
             kept=kept,
@@ -389,6 +393,7 @@ class _Run:
             stop_token_ids=stop_ids,
             store=self.store,
             log=self.log,
+            reports=self.reports,
             console=self.console,
             save_checkpoint=self.save,
             row=self.row,

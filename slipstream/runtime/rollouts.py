@@ -60,7 +60,8 @@ class OpenGroups:
     ) -> None:
         """`on_graded`: is called, from another thread, when there may be grades."""
         self._grader, self._tokenizer, self._seed = grader, tokenizer, seed
-        grader.on_answer = on_graded
+        if on_graded is not None:
+            grader.on_answer = on_graded
         self._open: dict[str, _OpenGroup] = {}
 
     def __bool__(self) -> bool:

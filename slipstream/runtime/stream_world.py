@@ -18,9 +18,8 @@ from slipstream.history.store import HistoryStore
 from slipstream.observe.console import Advance, Console
 from slipstream.observe.ledger import Ledger
 from slipstream.observe.loggers import MetricLog
-from slipstream.observe.report import write_report
+from slipstream.observe.reports import Reports
 from slipstream.observe.store import RunStore
-from slipstream.observe.timeline import write_trace
 from slipstream.runtime.crew import TrainerCrew, TrainerLost
 from slipstream.runtime.drafting import draft_metrics, past_texts, remember
 from slipstream.runtime.evaluation import EvaluationRound
@@ -100,6 +99,7 @@ class StreamWorld:
         stop_token_ids: tuple[int, ...],
         store: RunStore,
         log: MetricLog,
+        reports: Reports,
         console: Console,
         rows: dict[int, dict[str, float]],
         kept_state: dict[str, Any],
@@ -116,7 +116,7 @@ class StreamWorld:
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
-        self._store, self._log, self._console = store, log, console
+        self._store, self._log, self._reports, self._console = store, log, reports, console
         self._rows, self._kept_state, self._stop_reason = rows, kept_state, stop_reason
         self._kept = kept
         self._scored: dict[int, dict[int, GradedGroup]] = {}
@@ -345,8 +345,7 @@ class StreamWorld:
                     self._console.note(message.problem)
                 self._row(message.step + 1)["timing_s/save"] = message.seconds
                 self._ledger.book(trainer.name, "checkpoint", message.seconds)
-                write_report(self._config.run.dir)
-                write_trace(self._config.run.dir)
+                self._reports.refresh()
                 return [Saved(message.step)]
             case TookPart():
                 self._ledger.book(trainer.name, message.account, message.seconds)

@@ -24,6 +24,7 @@ from slipstream.history.store import HistoryStore
 from slipstream.observe.console import Console
 from slipstream.observe.ledger import Ledger
 from slipstream.observe.loggers import MetricLog
+from slipstream.observe.reports import Reports
 from slipstream.observe.store import RunStore
 from slipstream.runtime.coats import sample_in_process, train_in_process
 from slipstream.runtime.crew import TrainerCrew
@@ -62,6 +63,7 @@ class StreamParts:
     stop_token_ids: tuple[int, ...]
     store: RunStore
     log: MetricLog
+    reports: Reports
     console: Console
     kept_state: dict[str, Any]
     """Goes into every checkpoint as it is."""
@@ -169,6 +171,7 @@ def stream(
             stop_token_ids=parts.stop_token_ids,
             store=parts.store,
             log=parts.log,
+            reports=parts.reports,
             console=parts.console,
             rows={first.step: row},
             kept_state=parts.kept_state,

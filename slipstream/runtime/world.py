@@ -21,9 +21,8 @@ from slipstream.models.weights import named_weights
 from slipstream.observe.console import Advance, Console
 from slipstream.observe.ledger import Ledger, split_decoding
 from slipstream.observe.loggers import MetricLog
-from slipstream.observe.report import write_report
+from slipstream.observe.reports import Reports
 from slipstream.observe.store import RunStore
-from slipstream.observe.timeline import write_trace
 from slipstream.runtime.drafting import draft_metrics, remember
 from slipstream.runtime.evaluation import Interrupted, evaluate_sets
 from slipstream.runtime.rollouts import GradedGroup, RolloutDesk, metrics_of, scored_fact, store_groups, train_samples
@@ -85,6 +84,7 @@ class LocalWorld:
         stop_token_ids: tuple[int, ...],
         store: RunStore,
         log: MetricLog,
+        reports: Reports,
         console: Console,
         save_checkpoint: SaveCheckpoint,
         row: dict[str, float],
@@ -104,7 +104,7 @@ class LocalWorld:
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
-        self._store, self._log, self._console = store, log, console
+        self._store, self._log, self._reports, self._console = store, log, reports, console
         self._save_checkpoint = save_checkpoint
         self._row = row
         self._groups: dict[int, GradedGroup] = {}
@@ -297,8 +297,7 @@ class LocalWorld:
         row = dict(self._row)
         with self._timed("save"):  # counts in the row of the step that follows
             self._save_checkpoint(action.step, {"position": action.position, "concluded": action.concluded, "row": row})
-            write_report(self._config.run.dir)
-            write_trace(self._config.run.dir)
+            self._reports.refresh()
         return [Saved(action.step)]
 
     @contextmanager

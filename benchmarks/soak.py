@@ -2,15 +2,16 @@
 
     python benchmarks/soak.py --minutes 60 --every 3 --folder runs/soak --out soak.json --plot soak.html
 
-Faults come in turn, as in `faults.py`. Meanwhile the memory of every process is looked at: USS, which is what it would
-give back if it ended (shared pages, such as libraries and what a fork has from its server, are nobody's growth), with
-its open files and threads beside. A process that is started again is another incarnation. Each kind of process is
-judged twice: within every incarnation that lived long enough, by its last quarter against its first after it has
-settled; and between incarnations at the same age, the last ones against the first, which shows growth that a new
-process takes over from files. A process that trains has three times its memory for a moment in every step, and how
-many of these moments are seen is chance: what counts is the level that a quarter of the looks are below, which is what
-it keeps. Flat means within 5 % by both. Exits with 1 if a kind is not flat, a rollout was lost or
-there twice, or a fault was not recovered from.
+Faults come in turn, as in `faults.py`. Meanwhile the memory of every process is looked at: what it has allocated,
+itself or as part of the server that it was forked from (`Anonymous` of smaps_rollup; USS is kept beside it, but grows
+whenever a page is written to that was shared since the fork, which allocates nothing), with its open files and
+threads. A process that is started again is another incarnation. Each kind of process is judged twice: within every
+incarnation that lived long enough, by its last quarter against its first after it has settled; and between
+incarnations at the same age, the last ones against the first, which shows growth that a new process takes over from
+files. A process that trains has three times its memory for a moment in every step, and how many of these moments are
+seen is chance: what counts is the level that a quarter of the looks are below, which is what it keeps. Flat means
+within 5 % by both. Exits with 1 if a kind is not flat, a rollout was lost or there twice, or a fault was not recovered
+from.
 """
 
 from __future__ import annotations
@@ -46,9 +47,8 @@ class Sample:
     at_s: float
     """Since the start."""
     age_s: float
+    memory_mb: float
     uss_mb: float
-    pss_mb: float
-    rss_mb: float
     files: int
     threads: int
 
@@ -114,9 +114,8 @@ def look_at(pid: int, at_s: float, born_ticks: int) -> Sample:
     return Sample(
         at_s=round(at_s, 1),
         age_s=round(age_s, 1),
+        memory_mb=kb["Anonymous"] / 1024,
         uss_mb=(kb["Private_Clean"] + kb["Private_Dirty"]) / 1024,
-        pss_mb=kb["Pss"] / 1024,
-        rss_mb=kb["Rss"] / 1024,
         files=len(os.listdir(entry / "fd")),
         threads=int(threads.split()[1]),
     )
@@ -185,7 +184,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def kept_mb(samples: Sequence[Sample]) -> float:
-    levels = sorted(sample.uss_mb for sample in samples)
+    levels = sorted(sample.memory_mb for sample in samples)
     return levels[len(levels) // 4]
 
 
@@ -202,7 +201,7 @@ def grown_within(one: Incarnation, settle_s: float) -> dict[str, Any]:
         "first_quarter_mb": round(first, 2),
         "last_quarter_mb": round(last, 2),
         "ratio": round(last / first, 4),
-        "slope_mb_per_hour": round(3600 * slope([(sample.age_s, sample.uss_mb) for sample in samples]), 2),
+        "slope_mb_per_hour": round(3600 * slope([(sample.age_s, sample.memory_mb) for sample in samples]), 2),
         "files": [samples[0].files, samples[-1].files],
         "threads": [samples[0].threads, samples[-1].threads],
     }
@@ -242,7 +241,7 @@ def judge(incarnations: Iterable[Incarnation], settle_s: float, long_s: float) -
         ratios = [each["ratio"] for each in within] + ([between["ratio"]] if between else [])
         verdicts[kind] = {
             "incarnations": len(those),
-            "most_mb": round(max(sample.uss_mb for one in those for sample in one.samples), 1),
+            "most_mb": round(max(sample.memory_mb for one in those for sample in one.samples), 1),
             "within": within,
             "between": between,
             "worst_ratio": max(ratios, default=None),
@@ -279,17 +278,17 @@ def plot(incarnations: Iterable[Incarnation], struck: Sequence[Struck], file: Pa
     colours = {"driver": "#2a78d6", "trainer": "#eda100", "rollout": "#1baf7a", "grader": "#6a5acd"}
     figure, shown = go.Figure(), set[str]()
     for one in incarnations:
-        minutes, uss_mb = [s.at_s / 60 for s in one.samples], [s.uss_mb for s in one.samples]
+        minutes, memory_mb = [s.at_s / 60 for s in one.samples], [s.memory_mb for s in one.samples]
         line = {"color": colours.get(one.kind, "#9aa0a6")}
         first = one.kind not in shown
         shown.add(one.kind)
-        figure.add_scatter(x=minutes, y=uss_mb, name=one.kind, legendgroup=one.kind, showlegend=first, line=line)
+        figure.add_scatter(x=minutes, y=memory_mb, name=one.kind, legendgroup=one.kind, showlegend=first, line=line)
     for hit in struck:
         figure.add_vline(hit.at_s / 60, line={"color": "#e34948", "width": 1, "dash": "dot"})
         figure.add_annotation(
             x=hit.at_s / 60, y=1, yref="paper", text=hit.fault.kind, textangle=-90, showarrow=False, xanchor="right"
         )
-    figure.update_layout(xaxis_title="minutes", yaxis_title="USS in MB", yaxis_rangemode="tozero", hovermode="closest")
+    figure.update_layout(xaxis_title="minutes", yaxis_title="MB", yaxis_rangemode="tozero", hovermode="closest")
     figure.write_html(file, include_plotlyjs=True)
 
 
@@ -341,7 +340,11 @@ def main() -> None:
         "steps_at_s": soak.steps[::10],
         "samples": [
             {"name": one.name, "pid": one.pid, "born_s": one.born_s}
-            | {"at_s": [s.at_s for s in one.samples], "uss_mb": [round(s.uss_mb, 1) for s in one.samples]}
+            | {
+                "at_s": [s.at_s for s in one.samples],
+                "memory_mb": [round(s.memory_mb, 1) for s in one.samples],
+                "uss_mb": [round(s.uss_mb, 1) for s in one.samples],
+            }
             for one in incarnations
         ],
     }

@@ -132,9 +132,16 @@ def test_two_at_once_are_both_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [versions.load_version(tmp_path, number).num_updates for number in (1, 2)] == [20, 30]
 
 
+def publish_once(trainer: DrafterTrainer, folder: Path) -> None:
+    """What members begin with, as a run does it."""
+    if not versions.numbers(folder):
+        versions.publish_first(folder, DrafterState(0, trainer.num_updates, "policy", trainer.state_dict()), "run")
+
+
 def member(name: str, folder: Path, seed: int = 0) -> Member:
     trainer = student(seed)
     show(trainer, target(), TEXTS[name])
+    publish_once(trainer, folder)
     return Member(trainer, folder, name=name, target_digest="policy")
 
 

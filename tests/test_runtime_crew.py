@@ -13,7 +13,7 @@ import torch
 
 from slipstream.config import build_config
 from slipstream.observe.ledger import Ledger
-from slipstream.runtime.crew import LONGEST_LOOK_S, TrainerCrew, TrainerLost
+from slipstream.runtime.crew import BLAME_S, LONGEST_LOOK_S, TrainerCrew, TrainerLost
 from slipstream.runtime.kept import Kept
 from slipstream.runtime.pool import START_S
 from slipstream.runtime.processes import Doorbell
@@ -113,12 +113,35 @@ def test_if_the_run_itself_was_stopped_its_trainer_is_not_killed_for_it() -> Non
 
 
 def test_one_that_is_gone_is_lost_unless_it_said_why() -> None:
-    crew, links = crew_of(Clock(), num_ranks=2)
+    clock = Clock()
+    crew, links = crew_of(clock, num_ranks=2)
     links[1].is_gone = True
     with pytest.raises(TrainerLost, match=r"trainer-1 .process 1. was ended by SIGKILL. Its log: logs/trainer-1.log"):
         crew.hear()
-    links[1].said.append(TrainerBroke("ValueError", "no numbers"))
-    assert crew.hear() == [(links[1], TrainerBroke("ValueError", "no numbers"))]
+    broke = TrainerBroke("ValueError", "no numbers")
+    links[1].said.append(broke)
+    assert crew.hear() == [], "the other may be gone, and nobody has seen it yet"
+    clock.now_s += BLAME_S
+    assert crew.hear() == [(links[1], broke)]
+
+
+def test_an_error_that_tells_of_the_end_of_another_is_a_loss() -> None:
+    crew, links = crew_of(Clock(), num_ranks=2)
+    links[0].said += [Working(1, 0, 9), TrainerBroke("RuntimeError", "Connection reset by peer")]
+    links[0].is_gone = True
+    assert crew.hear() == [(links[0], Working(1, 0, 9))]
+    links[1].is_gone = True
+    with pytest.raises(TrainerLost, match="trainer-1"):
+        crew.hear()
+
+
+def test_an_error_that_all_have_told_of_is_one() -> None:
+    crew, links = crew_of(Clock(), num_ranks=2)
+    first, second = TrainerBroke("ValueError", "no numbers"), TrainerBroke("RuntimeError", "Connection reset by peer")
+    links[0].said.append(first)
+    assert crew.hear() == []
+    links[1].said.append(second)
+    assert crew.hear() == [(links[0], first)]
 
 
 class SlowRank:

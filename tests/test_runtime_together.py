@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_draft_together import publish_once
 from test_runtime_pool import GROUPS, SLOTS, Clock, LocalLink, Shelf, Stage, content, undisturbed, version_of
 from tiny_models import group, small_llama
 from transformers import PreTrainedModel
@@ -66,6 +67,7 @@ class LearningLink(LocalLink):
         model, policy = small_llama(9).requires_grad_(False), Always(Strategy(4.0, 0, 4))
         engine = Engine(model, max_sequences=SLOTS, max_length=96, drafter=drafter, policy=policy)
         trainer = DrafterTrainer(model, lr=3e-3, temperature=1.0, memory_bytes=10**9, seed=int(name[-1]))
+        publish_once(trainer, folder)
         member = Member(trainer, folder, name=name, target_digest="")
         self.drafter = DrafterWorker(member, Reader(trainer, model), guesser.write, self._outbox.append)
         self._outbox[:] = [Here(SLOTS, ((1, 0.01), (SLOTS, 0.02)), self.drafter.version)]

@@ -56,7 +56,7 @@ class Share:
 
 class Member:
     def __init__(self, trainer: DrafterTrainer, folder: Path, *, name: str, target_digest: str) -> None:
-        """`folder`: of the versions, the same for all members. If there is none yet, this one's is the first.
+        """`folder`: of the versions, the same for all members. ValueError if there is none, which it would see.
         `target_digest`: of the policy that its texts are of, for the record; changes with the policy."""
         self.trainer, self.folder, self.name, self.target_digest = trainer, folder, name, target_digest
         self._trained_from: int | None = None
@@ -66,7 +66,10 @@ class Member:
         self._num_made = 0
         """In the round that it is in."""
         if not versions.numbers(folder):
-            versions.publish_first(folder, self._state(trainer.state_dict(), trainer.num_updates), name)
+            raise ValueError(
+                f"{name} finds no version of the drafter in {folder}: workers that train it together must see the "
+                "run's folder. Write run.dir=... on a file system that they share, or draft.source=history"
+            )
 
     def newest(self) -> DrafterState:
         """To draft with."""

@@ -72,8 +72,15 @@ def load_optimizer(folder: Path, number: int) -> dict[str, Tensor]:
 
 def load_whole(folder: Path) -> DrafterState:
     """The newest, with what training it goes on from: for a checkpoint."""
-    state = load_newest(folder)
-    return replace(state, tensors=state.tensors | load_optimizer(folder, state.step))
+
+    def whole() -> DrafterState:
+        state = load_newest(folder)
+        return replace(state, tensors=state.tensors | load_optimizer(folder, state.step))
+
+    try:
+        return whole()
+    except DrafterStateLost:  # newer ones may have taken its place between the two
+        return whole()
 
 
 def forget_partial(folder: Path, writer: str) -> None:

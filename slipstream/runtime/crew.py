@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slipstream.runtime.kept import KeptRollout
-from slipstream.runtime.pool import START_S, WorkerLink
+from slipstream.runtime.pool import LONGEST_LOOK_S, START_S, WorkerLink
 from slipstream.runtime.trainer_messages import ToTrainer, TrainerBroke, TrainerReady
 
-LONGEST_LOOK_S = 2.0
-"""What silence between two looks counts at most: if the run itself was stopped, the trainer need not have been."""
+BLAME_S = 10.0
+"""How long one that has lost another is first to notice: a connection is reset before a process is seen to be gone."""
 
 
 class TrainerLost(Exception):
@@ -36,6 +36,11 @@ class TrainerCrew:
         self._looked_s = clock()
         self._silent_s = {link.name: 0.0 for link in links}
         self._is_ready = dict.fromkeys(self._silent_s, False)
+        self._broke: tuple[WorkerLink, TrainerBroke] | None = None
+        """Who told of an error first, while it may be another's end that it tells of."""
+        self._broke_s = 0.0
+        self._told: set[str] = set()
+        """Who has told of an error."""
 
     @property
     def first(self) -> WorkerLink:
@@ -49,8 +54,10 @@ class TrainerCrew:
         """What each has said by now."""
         gone = [link for link in self.links if link.is_gone]
         heard = {link.name: link.receive() for link in self.links}
-        for link in gone:  # without a word; if there are others, they may complain of it
-            if not any(isinstance(message, TrainerBroke) for message in heard[link.name]):
+        told = {link.name for link in self.links if any(isinstance(one, TrainerBroke) for one in heard[link.name])}
+        self._told |= told
+        for link in gone:
+            if link.name not in self._told:  # without a word; if there are others, they may complain of it
                 raise TrainerLost(link.how_it_ended())
         now_s = self._clock()
         looked_s, self._looked_s = self._looked_s, now_s
@@ -60,7 +67,17 @@ class TrainerCrew:
             if heard[link.name]:
                 self._silent_s[link.name] = 0.0
             self._look_after(link)
-        return [(link, message) for link in self.links for message in heard[link.name]]
+        said = [(link, message) for link in self.links for message in heard[link.name]]
+        return said if len(self.links) == 1 else self._with_blame(said, now_s)
+
+    def _with_blame(self, said: list[tuple[WorkerLink, Any]], now_s: float) -> list[tuple[WorkerLink, Any]]:
+        """An error of one among several is held back until it is clear that none of the others is gone."""
+        for link, message in said:
+            if isinstance(message, TrainerBroke) and self._broke is None:
+                self._broke, self._broke_s = (link, message), now_s
+        others = [(link, message) for link, message in said if not isinstance(message, TrainerBroke)]
+        is_clear = len(self._told) == len(self.links) or now_s - self._broke_s >= BLAME_S
+        return [*others, self._broke] if self._broke is not None and is_clear else others
 
     def _look_after(self, link: WorkerLink) -> None:
         limit_s = self._silence_s if self._is_ready[link.name] else START_S

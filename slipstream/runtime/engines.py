@@ -8,13 +8,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.config import Config
+from slipstream.draft.eagle import build_draft
 from slipstream.draft.history import Past
 from slipstream.draft.selector import Selector
 from slipstream.engine.engine import GRAPH_BYTES, PAGE_TOKENS, Engine
 from slipstream.models.precision import resolve_precision
 from slipstream.models.weights import cast_weights
-from slipstream.runtime.drafting import build_drafter, settle_source
-from slipstream.runtime.placement import USABLE, kv_tokens_in
+from slipstream.runtime.drafting import build_drafter, learns, settle_source
+from slipstream.runtime.placement import TRAINER_BYTES, USABLE, kv_tokens_in
 
 WORKSPACE_BYTES = 1 << 30
 """Of a process on a GPU, beside weights, keys and values and graphs."""
@@ -73,8 +74,18 @@ def fit_memory(config: Config, model: PreTrainedModel, most_bytes: int | None) -
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token_bytes = 2 * text.num_hidden_layers * num_heads * head_size * model.dtype.itemsize
     wanted = config.engine.max_sequences * -(-config.max_length // PAGE_TOKENS) * PAGE_TOKENS
-    kv_tokens = kv_tokens_in(room - GRAPH_BYTES - WORKSPACE_BYTES, token_bytes, wanted, config.max_length)
+    room -= GRAPH_BYTES + WORKSPACE_BYTES + drafter_bytes(config, model)
+    kv_tokens = kv_tokens_in(room, token_bytes, wanted, config.max_length)
     return config.model_copy(update={"engine": config.engine.model_copy(update={"kv_tokens": kv_tokens})})
+
+
+def drafter_bytes(config: Config, model: PreTrainedModel) -> float:
+    """That a drafter takes beside its policy while it learns, and the texts it learns from."""
+    if not learns(config):
+        return 0.0
+    with torch.device("meta"):
+        draft = build_draft(model.config, config.drafter.kind)
+    return TRAINER_BYTES * sum(one.numel() for one in draft.parameters()) + config.drafter.memory_gb * 1e9
 
 
 def choose_device(setting: str) -> torch.device:

@@ -3,10 +3,10 @@ not sampled again, and what was graded is not graded again.
 
 There are three sources. A checkpoint holds what was under way when it was saved, in a file of its own. The store holds
 the groups of steps that were trained after it. And a run that has lost the process that trains knows what its workers
-had sampled by then. Pure but for reading
-these. Invariants, asserted by `tests/test_runtime_kept.py`: nothing is taken up that has a token of
-newer weights than the checkpoint's, for these are computed anew and may come out different; nor what is staler than the
-mode allows, nor what was sampled for another prompt, with another seed or other settings than it is asked for with.
+had sampled by then. Pure but for reading these. Invariants, asserted by `tests/test_runtime_kept.py`: nothing is taken
+up that has a token of newer weights than the checkpoint's, for these are computed anew and may come out different; nor
+what is staler than the mode allows, nor what was sampled for another prompt, with another seed or other settings than
+it is asked for with.
 """
 
 from __future__ import annotations

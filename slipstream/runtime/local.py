@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,8 @@ def _train_once(
         run = _Run(config, tokenizer, model, trainer, store, log, reports, console, flag)
         stack.callback(run.close)
         run.begin(checkpoint, device)
+        if checkpoint is not None:
+            checkpoint = replace(checkpoint, trainer_state={})  # which is twice the model
         if not run.warm_up(pairs):
             return Outcome("interrupted", folder.path, 0)
         trainer.reference = run.reference_model(device)

@@ -23,6 +23,7 @@ from slipstream.runtime.drafter_messages import FromMember
 from slipstream.runtime.drafter_session import DrafterSession
 from slipstream.runtime.placement import worker_name
 from slipstream.runtime.rollout_messages import (
+    EVALUATION,
     Beat,
     Broke,
     Ended,
@@ -60,6 +61,8 @@ from slipstream.types import Request, Rollout, WeightVersion
 
 START_S = 600.0
 """A worker that has not said that it is here by then hangs."""
+LONGEST_LOOK_S = 2.0
+"""What silence between two looks counts at most: if the run itself was stopped, its processes need not have been."""
 MAX_LOSSES = 5
 """Of each worker, on average, without a rollout that ended in between: then something else is wrong."""
 
@@ -88,7 +91,8 @@ class WorkerBroke(RuntimeError):
 class _Worker:
     link: WorkerLink
     started_s: float
-    heard_s: float
+    silent_s: float = 0.0
+    """Since it said something."""
     here: Here | None = None
     version: WeightVersion | None = None
     has_joined: bool = False
@@ -142,7 +146,7 @@ class Pool:
         self._is_grading = is_grading
         self._waits = Waits()
         self._workers: dict[str, _Worker] = {}
-        self._numbers = count()
+        self._looked_s = clock()
         self._rollouts: dict[str, _Asked] = {}
         self._asked: dict[int, list[tuple[_Asked, str]]] = {}
         """By step: what was asked for since the last `advance`."""
@@ -208,7 +212,10 @@ class Pool:
             tokens = tuple((one.request.uid, len(one.token_ids)) for one, _ in asked if one.token_ids)
             self._tell(RolloutsAsked(step, rollouts, tokens))
         self._asked.clear()
+        now_s = self._clock()
+        waited_s, self._looked_s = min(LONGEST_LOOK_S, now_s - self._looked_s), now_s
         for name, worker in list(self._workers.items()):
+            worker.silent_s += waited_s
             for message in worker.link.receive():
                 self._hear(name, worker, message)
             self._look_after(name, worker)
@@ -229,7 +236,9 @@ class Pool:
             self._workers[name].is_leaving = True
             self._workers[name].link.send(Leave())
         for _ in range(num_workers - len(staying)):
-            self._start_worker(worker_name(next(self._numbers)))
+            # The lowest number that is free, which placement on GPUs goes by.
+            name = next(name for name in map(worker_name, count()) if name not in self._workers)
+            self._start_worker(name)
 
     @property
     def num_workers(self) -> int:
@@ -275,7 +284,7 @@ class Pool:
     # What is heard.
 
     def _hear(self, name: str, worker: _Worker, message: Any) -> None:
-        worker.heard_s = self._clock()
+        worker.silent_s = 0.0
         match message:
             case Here():
                 worker.here = message
@@ -290,7 +299,8 @@ class Pool:
                 del self._rollouts[message.rollout.request.uid]
                 self._ended.append(message.rollout)
                 self._tell(RolloutEnded(message.rollout.request.uid, len(message.rollout.token_ids)))
-                if self._drafter is not None:  # after who has nothing to do now was lent
+                is_lesson = not message.rollout.request.group.startswith(EVALUATION)
+                if self._drafter is not None and is_lesson:  # after who has nothing to do now was lent
                     self._drafter.tell(LessonsAdded(1))
             case Grown():
                 for piece in message.pieces:
@@ -334,7 +344,7 @@ class Pool:
     def _start_worker(self, name: str) -> None:
         now_s = self._clock()
         self._ledger.arrive(name, now_s)
-        self._workers[name] = _Worker(self._start(name), now_s, now_s)
+        self._workers[name] = _Worker(self._start(name), now_s)
 
     def _see_weights(self, name: str, worker: _Worker, version: WeightVersion) -> None:
         wanted = self._wanted
@@ -372,7 +382,7 @@ class Pool:
     # Who is lost.
 
     def _look_after(self, name: str, worker: _Worker) -> None:
-        silent_s = self._clock() - worker.heard_s
+        silent_s = worker.silent_s
         if not worker.link.is_gone and silent_s > (self._silence_s if worker.has_joined else START_S):
             worker.end = f"it said nothing for {silent_s:.0f} s"
             self._say(f"rollout worker {name} has said nothing for {silent_s:.0f} s: it is killed")

@@ -152,7 +152,7 @@ class RolloutWorker:
             self._book_step()
             for rollout in ended:
                 self._let_go(rollout.request)
-                if self._drafter is not None:
+                if self._drafter is not None and not rollout.request.group.startswith(EVALUATION):
                     self._drafter.add_text(rollout)
                 self._say(Ended(rollout))
             if not self._engine.has_work:

@@ -47,7 +47,7 @@ class LocalRuntime:
         """`folder`: for places to meet at. ValueError if ranks would share a GPU."""
         self._config, self._folder, self._num_met = config, folder, 0
         self._num_gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
-        self._placed = place(self._num_gpus, config.train.ranks, config.rollout.workers)
+        self._placed = place(self._num_gpus, config.train.ranks, most_workers(config))
 
     def start(
         self, name: str, log_file: Path, num_threads: int, work: Work, *arguments: Any, bell: Doorbell, born: Born
@@ -73,7 +73,7 @@ class LocalRuntime:
         return visible_gpu(self._placement_with(name)[name], os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def _placement_with(self, name: str) -> dict[str, int]:
-        """Of the run as it began, or with as many workers as one that came later needs to be among them."""
+        """Of as many workers as the recipe allows, or with as many as one that came later needs to be among them."""
         if name in self._placed:
             return self._placed
         return place(self._num_gpus, self._config.train.ranks, int(name.rpartition("-")[2]) + 1)
@@ -116,4 +116,9 @@ def trainer_threads(config: Config) -> int:
 
 
 def worker_threads(config: Config) -> int:
-    return config.rollout.threads or max(1, len(os.sched_getaffinity(0)) // config.rollout.workers)
+    return config.rollout.threads or max(1, len(os.sched_getaffinity(0)) // most_workers(config))
+
+
+def most_workers(config: Config) -> int:
+    """That the recipe allows: so many share the machine."""
+    return config.rollout.workers if config.rollout.scale is None else config.rollout.scale.max

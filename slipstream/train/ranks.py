@@ -17,9 +17,6 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-WAIT_S = 600
-"""For the slowest rank in a collective, before the others give up."""
-
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -54,8 +51,9 @@ class Ranks:
 
 
 @contextmanager
-def joined_ranks(rank: int, size: int, rendezvous: str, device: torch.device) -> Iterator[Ranks]:
-    """Meet the other ranks at `rendezvous` (file:///path/of/a/new/file or tcp://host:port), and leave at the end."""
+def joined_ranks(rank: int, size: int, rendezvous: str, device: torch.device, wait_s: float) -> Iterator[Ranks]:
+    """Meet the other ranks at `rendezvous` (file:///path/of/a/new/file or tcp://host:port), and leave at the end.
+    `wait_s`: for the slowest rank in a collective, before the others give up."""
     if size == 1:
         yield Ranks(device=device)
         return
@@ -63,7 +61,7 @@ def joined_ranks(rank: int, size: int, rendezvous: str, device: torch.device) ->
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, init_method=rendezvous, rank=rank, world_size=size, timeout=timedelta(seconds=WAIT_S)
+        backend, init_method=rendezvous, rank=rank, world_size=size, timeout=timedelta(seconds=wait_s)
     )
     try:
         yield Ranks(rank, size, device)

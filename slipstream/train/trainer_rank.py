@@ -47,7 +47,9 @@ class TrainerRank:
         self._tokenizer = load_tokenizer(source)  # now: an older checkpoint is gone by the time of the next
         self._device = _device_of(config.device, rank) if device is None else device
         with ExitStack() as stack:
-            self._ranks = stack.enter_context(joined_ranks(rank, num_ranks, rendezvous, self._device))
+            # Whoever looks after the ranks sees first that one hangs, and which.
+            wait_s = 2 * config.train.silence_s
+            self._ranks = stack.enter_context(joined_ranks(rank, num_ranks, rendezvous, self._device, wait_s))
             self._trainer = Trainer(
                 self._load(source),
                 config.train,

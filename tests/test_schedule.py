@@ -55,6 +55,8 @@ from slipstream.schedule.events import (
     WeightsLive,
     WorkerJoined,
     WorkerLeft,
+    WorkersPaced,
+    WorkersWanted,
     from_record,
     to_record,
 )
@@ -329,6 +331,8 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for() -> None:
 
 
 EVERY_KIND = [
+    WorkersWanted(3, "as was asked for"),
+    WorkersPaced(2, ((4, 9, 0.5),)),
     NEW, scored(1, 2, False), StepTrained(1), WeightsLive(1), Evaluated(1), Saved(1), StopAsked("tired"),
     DraftChosen(8, "2 drafts, 2+", "it pays"),
     Generate(1, 2), Feed(1, 2), Train(1, (2, 3)), Train(1, ()), PushWeights(1), Evaluate(1), Record(1),

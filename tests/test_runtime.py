@@ -195,11 +195,11 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(unbroken: Path, tmp_path: Pat
         time.sleep(0.02)
     for number in (signal.SIGINT, signal.SIGTERM):  # `timeout` and batch systems signal the process and its group
         process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 130 and "--resume" in output, output
     saved = (tmp_path / "run" / "latest").read_text().strip()
     assert saved not in ("checkpoints/step_0", "checkpoints/step_6")
-    assert start(recipe, "--resume").wait(timeout=120) == 0
+    assert start(recipe, "--resume").wait(timeout=400) == 0
     assert_same_run(tmp_path / "run", unbroken)
 
 
@@ -330,11 +330,11 @@ def test_resuming_a_finished_run_changes_nothing(unbroken: Path) -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"name": "dr_grpo"},
+        pytest.param({"name": "dr_grpo"}, marks=pytest.mark.slow),  # its numbers: `test_train_algorithms.py`
         {"name": "rloo", "kl_coef": 0.05},
-        {"name": "reinforce++"},
+        pytest.param({"name": "reinforce++"}, marks=pytest.mark.slow),
         {"name": "gspo"},
-        {"name": "cispo"},
+        pytest.param({"name": "cispo"}, marks=pytest.mark.slow),
         {"name": "grpo", "clip_high": 0.28, "aggregation": "token_mean", "dynamic_sampling": True},
     ],
     ids=lambda algorithm: algorithm["name"],

@@ -160,7 +160,11 @@ def test_a_trainer_that_hangs_is_killed_and_the_run_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("mode", "end"), [("async", signal.SIGINT), pytest.param("rhyme", signal.SIGKILL, marks=pytest.mark.slow)]
+    ("mode", "end"),
+    [
+        pytest.param("async", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("rhyme", signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_is_a_step_ahead_keeps_the_bound_also_when_it_is_resumed(
     tmp_path: Path, mode: str, end: signal.Signals
@@ -202,6 +206,7 @@ def test_a_run_that_is_a_step_ahead_keeps_the_bound_also_when_it_is_resumed(
     assert names.index(("Generate", 2)) < names.index(("StepTrained", 1))
 
 
+@pytest.mark.slow
 def test_workers_that_train_a_drafter_together_sample_the_same_and_checkpoints_hold_it(
     colocated: Path, tmp_path: Path
 ) -> None:

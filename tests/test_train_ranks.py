@@ -259,7 +259,7 @@ KINDS = [
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize(("size", "kind"), [(2, 0), (2, 1), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("size", "kind"), [(2, 0), (2, 1), pytest.param(3, 2, marks=pytest.mark.slow), (2, 3)])
 def test_ranks_give_the_numbers_of_one(
     team: Callable[..., Team], source: Path, tmp_path: Path, size: int, kind: int
 ) -> None:
@@ -361,7 +361,10 @@ def test_a_fault_of_one_rank_stops_all_and_names_the_sample(
     compare_step(one, ranks, make_groups(1))
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 1), pytest.param(2, 3, marks=pytest.mark.slow), (1, 2), pytest.param(3, 2, marks=pytest.mark.slow)],
+)
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     team: Callable[..., Team], source: Path, tmp_path: Path, before: int, after: int
 ) -> None:

@@ -54,8 +54,7 @@ class TrainerCrew:
         """What each has said by now."""
         gone = [link for link in self.links if link.is_gone]
         heard = {link.name: link.receive() for link in self.links}
-        told = {link.name for link in self.links if any(isinstance(one, TrainerBroke) for one in heard[link.name])}
-        self._told |= told
+        self._told |= {name for name, said in heard.items() if any(isinstance(one, TrainerBroke) for one in said)}
         for link in gone:
             if link.name not in self._told:  # without a word; if there are others, they may complain of it
                 raise TrainerLost(link.how_it_ended())

@@ -23,7 +23,6 @@ from slipstream.runtime.drafter_messages import FromMember
 from slipstream.runtime.drafter_session import DrafterSession
 from slipstream.runtime.placement import worker_name
 from slipstream.runtime.rollout_messages import (
-    EVALUATION,
     Beat,
     Broke,
     Ended,
@@ -37,6 +36,7 @@ from slipstream.runtime.rollout_messages import (
     SampleGroup,
     Spent,
     TakeWeights,
+    is_evaluation,
 )
 from slipstream.schedule.events import (
     CloseStep,
@@ -299,8 +299,7 @@ class Pool:
                 del self._rollouts[message.rollout.request.uid]
                 self._ended.append(message.rollout)
                 self._tell(RolloutEnded(message.rollout.request.uid, len(message.rollout.token_ids)))
-                is_lesson = not message.rollout.request.group.startswith(EVALUATION)
-                if self._drafter is not None and is_lesson:  # after who has nothing to do now was lent
+                if self._drafter is not None and not is_evaluation(message.rollout.request):  # after the idle were lent
                     self._drafter.tell(LessonsAdded(1))
             case Grown():
                 for piece in message.pieces:

@@ -15,6 +15,10 @@ EVALUATION = "eval/"
 """How the names of groups of held-out prompts begin."""
 
 
+def is_evaluation(request: Request) -> bool:
+    return request.group.startswith(EVALUATION)
+
+
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
     """Begin these, which share a prompt."""

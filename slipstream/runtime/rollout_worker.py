@@ -20,7 +20,6 @@ from slipstream.engine.engine import Engine
 from slipstream.runtime.drafter_messages import ToMember
 from slipstream.runtime.drafter_worker import DrafterWorker
 from slipstream.runtime.rollout_messages import (
-    EVALUATION,
     Beat,
     Ended,
     FromRolloutWorker,
@@ -34,6 +33,7 @@ from slipstream.runtime.rollout_messages import (
     Spent,
     TakeWeights,
     ToRolloutWorker,
+    is_evaluation,
 )
 from slipstream.schedule.speeds import Paces, sum_paces
 from slipstream.types import Request, WeightVersion
@@ -152,7 +152,7 @@ class RolloutWorker:
             self._book_step()
             for rollout in ended:
                 self._let_go(rollout.request)
-                if self._drafter is not None and not rollout.request.group.startswith(EVALUATION):
+                if self._drafter is not None and not is_evaluation(rollout.request):
                     self._drafter.add_text(rollout)
                 self._say(Ended(rollout))
             if not self._engine.has_work:
@@ -189,10 +189,10 @@ class RolloutWorker:
     def _take_in(self, request: Request, past: tuple[Text, ...], num_tokens: int) -> None:
         self._past.take_in(request, past)
         self._told[request.uid] = num_tokens
-        self._num_evaluated += request.group.startswith(EVALUATION)
+        self._num_evaluated += is_evaluation(request)
 
     def _let_go(self, request: Request) -> None:
-        self._num_evaluated -= request.group.startswith(EVALUATION)
+        self._num_evaluated -= is_evaluation(request)
         del self._told[request.uid]
         self._past.let_go(request)
 

@@ -35,7 +35,7 @@ from slipstream.runtime.kept import (
 )
 from slipstream.runtime.pool import Pool, WorkerBroke, WorkerLink
 from slipstream.runtime.processes import Doorbell
-from slipstream.runtime.rollout_messages import EVALUATION
+from slipstream.runtime.rollout_messages import EVALUATION, is_evaluation
 from slipstream.runtime.rollouts import GradedGroup, OpenGroups, metrics_of, scored_fact, store_groups, train_samples
 from slipstream.runtime.sizing import Sizing
 from slipstream.runtime.trainer_messages import (
@@ -77,10 +77,6 @@ from slipstream.types import Prompt, Request, Rollout, SamplingParams, Scored
 
 WAIT_S = 0.2
 """For somebody to say something."""
-
-
-def is_training(request: Request) -> bool:
-    return not request.group.startswith(EVALUATION)
 
 
 class StreamWorld:
@@ -220,9 +216,9 @@ class StreamWorld:
             for group in groups.values()
             for result in group.results
         ]
-        found += [keep_rollout(rollout) for rollout in self._groups.collected() if is_training(rollout.request)]
+        found += [keep_rollout(rollout) for rollout in self._groups.collected() if not is_evaluation(rollout.request)]
         partials, newest = self._pool.partials()
-        return found + [keep_partial(partial, newest) for partial in partials if is_training(partial.request)]
+        return found + [keep_partial(partial, newest) for partial in partials if not is_evaluation(partial.request)]
 
     def _collect(self, rollout: Rollout) -> None:
         name = rollout.request.group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -172,6 +173,49 @@ def test_drafts_that_cost_a_little_are_given_up_and_those_that_gain_a_little_sta
     assert selector.best(4) == Strategy(1.0)
     drive(selector, lambda batch, strategy: (batch, 1.0 / gain if strategy.drafts_each else 1.0), 4, 2000)
     assert (selector.best(4) == OFF) == (gain < 1)
+
+
+def texts_with(easy: float, hard: float, seed: int) -> World:
+    """Each sequence is easy or hard to draft until it ends."""
+    dice = random.Random(seed)
+    odds: list[float] = []
+
+    def step(batch: int, strategy: Strategy) -> tuple[int, float]:
+        tokens = 0
+        odds.extend(dice.choice([easy, hard]) for _ in range(batch - len(odds)))
+        for row in range(batch):
+            tokens += 1
+            for _ in range(int(strategy.drafts_each)):
+                if dice.random() > odds[row]:
+                    break
+                tokens += 1
+            if dice.random() < 1 / 60:
+                odds[row] = dice.choice([easy, hard])
+        return tokens, (1.0 + 0.12 * strategy.drafts_each) * dice.uniform(0.97, 1.03)
+
+    return step
+
+
+def test_texts_that_are_easy_for_every_way_make_none_look_the_best() -> None:
+    """Ways are tried one after another, each on what is being sampled just then."""
+    ways = [OFF, Strategy(1.0, 1), Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1)]
+    shares = []
+    for seed in range(6):
+        alone = {way: drive(Selector([OFF, way]), texts_with(0.95, 0.6, seed), 8, 3000) for way in ways[1:]}
+        shares.append(drive(Selector(ways), texts_with(0.95, 0.6, seed), 8, 3000) / max(alone.values()))
+    assert statistics.mean(shares) > 0.955 and min(shares) > 0.9
+
+
+def test_drafts_that_are_suddenly_all_wrong_are_given_up_at_once() -> None:
+    ways = [OFF, Strategy(1.0, 1), Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1)]
+    rates = []
+    for seed in range(6):
+        selector = Selector(ways)
+        drive(selector, texts_with(0.95, 0.6, seed), 8, 3000)
+        assert selector.best(8).drafts_each >= 4
+        rates.append(drive(selector, texts_with(0.02, 0.02, seed), 8, 400) / 8)
+        assert drive(selector, texts_with(0.02, 0.02, seed), 8, 2000) > 0.98 * 8 and selector.best(8) == OFF
+    assert statistics.mean(rates) > 0.92 and min(rates) > 0.89
 
 
 # How large a step is made.

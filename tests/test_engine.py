@@ -52,7 +52,7 @@ def company(num_groups: int, size: int, **sampling: Any) -> list[list[Request]]:
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # bfloat16 on a processor without it
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("max_sequences", [1, 5, 40])
+@pytest.mark.parametrize("max_sequences", [pytest.param(1, marks=pytest.mark.slow), 5, 40])
 def test_a_rollout_alone_and_among_31_others_is_the_same(dtype: torch.dtype, max_sequences: int) -> None:
     """Tokens and log-probabilities, to the bit."""
     mine, cut = group("mine", PROMPT, 1), group("cut", PROMPTS[7], 1, top_k=3)

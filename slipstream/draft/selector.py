@@ -17,18 +17,25 @@ from dataclasses import dataclass, field
 from slipstream.engine.strategy import OFF, Strategy
 
 WINDOW, WINDOW_ROWS = 15, 192
-"""Steps of one way that count, and so many more in small batches that sequences and steps together make this many: with
-drafts a single sequence has one token in most steps and many in some."""
+"""Steps of one way that show how it does now, and so many more in small batches that sequences and steps together make
+this many: with drafts a single sequence has one token in most steps and many in some."""
+WINDOWS = 8
+"""That tell which way of drafting is the best. Ways are tried at different times, on other texts, and some texts are
+easy for all: in one window a tenth more or less is chance."""
 FIRST_TRIAL, FIRST_TRIAL_ROWS = 6, 64
 """Steps in a row at the first trial of a way."""
 TRIAL, TRIAL_ROWS, BETWEEN_TRIALS = 5, 32, 150
 """Afterwards: steps of a way that is not the best, and the least number of steps between two such trials."""
+PATIENCE = 4
+"""Times as long a trial goes on while it cannot be told whether its way is better: such a way costs next to nothing."""
 TRIAL_COST = 0.005
 """Of all steps: the slower a way was, the longer it waits for its next trial, so that trials cost no more than this."""
 SETTLING = 2 * WINDOW
 """Steps after which a way that was just taken takes as long as it will."""
 HOPELESS = 0.85
 """A trial ends early when its way gives less than so many times the tokens of the best."""
+FALLEN = 0.6
+"""The best way has, when it gives so many times the tokens that it gave before: then all that drafts is tried anew."""
 HOPELESS_AT_BEST = 0.97
 """A way is not even tried if it could give no more than this."""
 CLEARLY = 1.03
@@ -66,7 +73,7 @@ class _Bucket:
     tokens: dict[Strategy, deque[float]]
     """By way, of those that are tried: tokens a sequence of the last steps."""
     window: int
-    """Steps of one way that count."""
+    """Steps of one way that show how it does now."""
     costs: dict[Strategy, float] = field(default_factory=dict)
     """By way: the time of a step, in units that all ways share."""
     unit_s: float = 0.0
@@ -113,6 +120,12 @@ class _Bucket:
             cost += more * max(0.0, cost - self.costs[before])
         return tokens / (cost * self.unit_s) / self.rate(self.best)
 
+    def rate_now(self) -> float:
+        """Of the best way: tokens a second and sequence in its last window."""
+        tokens = self.tokens[self.best]
+        recent = list(tokens)[-self.window :]
+        return self.rate(self.best) * (sum(recent) / len(recent)) / self.mean_tokens(self.best)
+
     def mean_tokens(self, strategy: Strategy, errors: float = 0.0) -> float:
         """A step and sequence; with so many standard errors more."""
         tokens = self.tokens[strategy]
@@ -142,6 +155,24 @@ class _Bucket:
         self.unit_s = self.unit_s or typical_s
         self.costs[strategy] = typical_s / self.unit_s
         self.tried_at[strategy] = self.num_steps
+
+    def is_open(self, steps: Sequence[tuple[float, float]]) -> bool:
+        """Whether a way with these steps may, within a standard error, be good enough to take over, and may be not."""
+        if self.best not in self.costs:
+            return False
+        tokens = [one for one, _ in steps]
+        mean, needed_s = statistics.fmean(tokens), statistics.median(seconds for _, seconds in steps)
+        needed = CLEARLY * self.rate(self.best) * needed_s
+        return abs(mean - needed) < statistics.pstdev(tokens) / math.sqrt(len(tokens))
+
+    def forget_drafts(self) -> None:
+        """The best way has fallen, so what others gave on texts or with a drafter of before says nothing now."""
+        for way in self.costs.keys() - {OFF, self.best}:
+            del self.costs[way]
+            self.tokens[way].clear()
+        recent = list(self.tokens[self.best])[-self.window :]
+        self.tokens[self.best].clear()
+        self.tokens[self.best].extend(recent)
 
     def take(self, strategy: Strategy) -> None:
         """For the best from now on, at the pace of the one before."""
@@ -223,7 +254,8 @@ class Selector:
             return
         bucket.trial_steps.append((tokens_each, seconds))
         counted = bucket.trial_steps[1:]  # the first may have prepared the others
-        is_over = len(bucket.trial_steps) >= bucket.trial_length
+        is_over = len(counted) >= bucket.trial_length and not bucket.is_open(counted)
+        is_over |= len(counted) >= PATIENCE * bucket.trial_length
         if len(counted) >= min(FIRST_TRIAL, bucket.trial_length) - 1 and bucket.best in bucket.costs:
             is_over |= _rate_at_best(counted, strategy, batch) < HOPELESS * bucket.rate(bucket.best)
         if is_over:
@@ -286,18 +318,22 @@ class Selector:
                 if size <= (TREE_ROWS if way.branches > 1 else FEW_ROWS)
                 or (way.drafts_each <= MANY_DRAFTS and way.branches == 1)
             ]
-            self._buckets[size] = _Bucket({way: deque(maxlen=window) for way in ways}, window)
+            self._buckets[size] = _Bucket({way: deque(maxlen=WINDOWS * window) for way in ways}, window)
         return self._buckets[size]
 
     def _settle(self, batch: int, bucket: _Bucket) -> None:
-        """Another way must be faster at worst, by what is known of it."""
-        best_rate = bucket.rate(bucket.best)
-        needed = {way: 1.0 if way == OFF else CLEARLY for way in bucket.costs if way != bucket.best}
-        margins = {way: bucket.rate(way, errors=-0.5) / best_rate - need for way, need in needed.items()}
+        """Another way must be faster at worst, by what is known of it. What no drafts give is known for certain, so to
+        stop drafting it is enough that the best way does not pay now."""
+        needed = {way: CLEARLY * bucket.rate(bucket.best) for way in bucket.costs if way != bucket.best}
+        if OFF in needed:
+            needed[OFF] = bucket.rate_now()
+        margins = {way: bucket.rate(way, errors=-0.5) / need for way, need in needed.items()}
         fastest = max(margins, key=lambda way: margins[way], default=bucket.best)
-        if margins.get(fastest, 0.0) > 0:
-            gain = bucket.rate(fastest) / best_rate
+        if margins.get(fastest, 0.0) > 1:
+            gain = bucket.rate(fastest) / (bucket.rate_now() if fastest == OFF else bucket.rate(bucket.best))
             self.choices.append(Choice(batch, fastest, f"{fastest} gives {gain:.2f} times the tokens of {bucket.best}"))
+            if fastest == OFF and bucket.rate_now() < FALLEN * bucket.rate(bucket.best):
+                bucket.forget_drafts()
             bucket.take(fastest)
 
     def _note_hopeless(self, batch: int, bucket: _Bucket) -> None:

@@ -1,5 +1,5 @@
 """Runs to be harmed: a small recipe with a signal in every step, a run in a folder of its own, and the faults that can
-be done to its processes. `faults.py` and `soak.py` say when, and look at what it did.
+be done to its processes. `faults.py` and `soak.py` say when, and look at what it did; `elastic.py` harms nobody.
 """
 
 from __future__ import annotations

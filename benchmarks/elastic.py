@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sqlite3
 import statistics
 import subprocess
 import sys
@@ -21,77 +20,56 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
+from drills import Run
 
 from slipstream.observe.ledger import ACCOUNTS
 from slipstream.observe.store import RunStore
 
 WORDS = {"wording": "terse", "min_length": 3, "max_length": 6, "max_value": 9}
-RECIPE: dict[str, Any] = {
-    "model": "tiny",
-    "mode": "sync",
+CHANGES: dict[str, Any] = {
     "rollout": {"workers": 1, "threads": 1},
     "tasks": {"train": [{"source": "sorting", "size": 2000, "seed": 1, "params": WORDS}]},
     "warmup": {"steps": 30, "sequences_per_step": 16, "lr": 4e-3},
     "sampling": {"max_new_tokens": 128},
     "engine": {"max_sequences": 64, "max_prompt_tokens": 32},
     "train": {"prompts_per_step": 16, "samples_per_prompt": 8, "lr": 4e-4, "threads": 1, "deterministic": True},
-    "eval": {"every": 0, "before_train": False},
 }
+"""Of the recipe of `drills.py`."""
 ALONE = 3
 """Steps with one worker before another is asked for, and with two before one goes."""
 
 
-class Run:
-    def __init__(self, folder: Path, name: str, steps: int) -> None:
-        self.dir, self.steps, self.log = folder / name, steps, folder / f"{name}.log"
-        self.recipe = folder / f"{name}.yaml"
-        train = RECIPE["train"] | {"steps": steps}
-        self.recipe.write_text(yaml.safe_dump(RECIPE | {"train": train, "run": {"dir": str(self.dir)}}))
+def num_joined(run: Run) -> int:
+    with RunStore(run.dir, read_only=True) as store:
+        return len(store.events("WorkerJoined"))
 
-    def start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "slipstream.cli", "train", str(self.recipe), "--overwrite"]
-        with self.log.open("w") as log:
-            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
-    def recorded(self) -> int:
-        file = self.dir / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return max((json.loads(line)["step"] for line in lines), default=-1)
+def scale(run: Run, num_workers: int) -> None:
+    command = [sys.executable, "-m", "slipstream.cli", "scale", str(run.dir), "--rollout", str(num_workers)]
+    subprocess.run(command, check=True)
 
-    def num_joined(self) -> int:
-        with RunStore(self.dir, read_only=True) as store:
-            return len(store.events("WorkerJoined"))
 
-    def scale(self, num_workers: int) -> None:
-        command = [sys.executable, "-m", "slipstream.cli", "scale", str(self.dir), "--rollout", str(num_workers)]
-        subprocess.run(command, check=True)
-
-    def rollouts(self) -> list[tuple[Any, ...]]:
-        with sqlite3.connect(self.dir / "run.db") as connection:
-            return connection.execute("SELECT uid, token_ids, logprobs, reward FROM rollouts ORDER BY uid").fetchall()
-
-    def weights(self) -> bytes:
-        return (self.dir / "checkpoints" / f"step_{self.steps}" / "model.safetensors").read_bytes()
+def weights(run: Run) -> bytes:
+    return (run.last_checkpoint() / "model.safetensors").read_bytes()
 
 
 def wait_until(process: subprocess.Popen[bytes], run: Run, is_so: Any) -> None:
     while not is_so():
         if process.poll() is not None:
-            raise SystemExit(f"the run ended before all changes were made: give more --steps; its words: {run.log}")
+            raise SystemExit(f"the run ended before all changes were made: give more --steps; see {run.log.name}")
         time.sleep(0.05)
 
 
 def disturb(run: Run) -> None:
-    process = run.start()
+    process = run.start("--overwrite")
     wait_until(process, run, lambda: run.recorded() >= ALONE)
-    run.scale(2)
-    wait_until(process, run, lambda: run.num_joined() == 2)
+    scale(run, 2)
+    wait_until(process, run, lambda: num_joined(run) == 2)
     joined_in = run.recorded()
     wait_until(process, run, lambda: run.recorded() >= joined_in + ALONE + 1)
-    run.scale(1)
+    scale(run, 1)
     if process.wait() != 0:
-        raise SystemExit(f"the run failed; its words: {run.log}")
+        raise SystemExit(f"the run failed; its words: {run.log.name}")
 
 
 def rows_of(run: Run) -> list[dict[str, Any]]:
@@ -152,14 +130,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        undisturbed, changed = Run(folder, "undisturbed", options.steps), Run(folder, "elastic", options.steps)
-        if undisturbed.start().wait() != 0:
-            raise SystemExit(f"the undisturbed run failed; its words: {undisturbed.log}")
+        changes = CHANGES | {"train": CHANGES["train"] | {"steps": options.steps}}
+        undisturbed, changed = Run(folder, "undisturbed", changes), Run(folder, "elastic", changes)
+        if undisturbed.start("--overwrite").wait() != 0:
+            raise SystemExit(f"the undisturbed run failed; its words: {undisturbed.log.name}")
         disturb(changed)
         rows, wanted, found = rows_of(changed), undisturbed.rollouts(), changed.rollouts()
         uids = [row[0] for row in found]
         harm = {
-            "same_weights": changed.weights() == undisturbed.weights(),
+            "same_weights": weights(changed) == weights(undisturbed),
             "lost": len({row[0] for row in wanted} - set(uids)),
             "twice": len(uids) - len(set(uids)),
             "changed": sum(row not in set(wanted) for row in found),

@@ -18,21 +18,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "rng": {"types"},
     "recipe": set(),
+    "files": set(),
     "config": {"types", "recipe"},
     "tasks": {"types", "config", "rng"},
     "models": {"types", "config", "rng"},
-    "observe": {"types", "config", "rng"},
+    "observe": {"types", "config", "rng", "files"},
     "schedule": {"types", "config", "rng"},
     "simulate": {"types", "config", "rng", "schedule", "observe"},
     "history": {"types"},
-    "stream": {"types", "models"},
+    "stream": {"types", "models", "files"},
     "engine": {"types", "config", "rng", "models"},
-    "draft": {"types", "config", "rng", "models", "engine", "history"},
-    "train": {"types", "config", "rng", "models"},
+    "draft": {"types", "config", "rng", "files", "models", "engine", "history"},
+    "train": {"types", "config", "rng", "files", "models"},
     "runtime": {
         "types",
         "config",
         "rng",
+        "files",
         "tasks",
         "models",
         "observe",
@@ -53,7 +55,14 @@ MAY_IMPORT: dict[str, set[str]] = {
 HEAVY = ("torch", "ray", "aiohttp", "transformers", "numba")
 # Modules that import without any of HEAVY: a laptop without a GPU, a simulator and --help can use them.
 PURE = {
-    "the nouns": ["slipstream", "slipstream.types", "slipstream.rng", "slipstream.recipe", "slipstream.config"],
+    "the nouns": [
+        "slipstream",
+        "slipstream.types",
+        "slipstream.rng",
+        "slipstream.recipe",
+        "slipstream.config",
+        "slipstream.files",
+    ],
     "schedule": [
         f"slipstream.schedule.{name}"
         for name in (

@@ -10,6 +10,7 @@ import torch
 from test_draft_lesson import student
 from test_train_checkpoint import save
 
+from slipstream import files
 from slipstream.draft import saved
 from slipstream.draft.saved import (
     DRAFTER_FILE,
@@ -85,7 +86,7 @@ def test_a_write_that_fails_is_told_and_leaves_nothing(tmp_path: Path, monkeypat
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(saved, "_flush", full)
+    monkeypatch.setattr(files, "flush", full)
     saver = DrafterSaver()
     saver.save(tmp_path, state(1))
     with pytest.warns(UserWarning, match="could not be saved: no space left"):

@@ -8,7 +8,6 @@ hash, so a lost or damaged one is noticed; that costs the drafter and never the 
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slipstream.files import replacing
+
 DRAFTER_FILE = "drafter.safetensors"
-TEMPORARY = ".tmp-"
 WEIGHTS = "model."
 """Before the names of the drafter's weights; other tensors are its optimizer's."""
 
@@ -64,21 +64,14 @@ def load_drafter_state(checkpoint_folder: Path) -> DrafterState:
 
 def save_drafter_state(checkpoint_folder: Path, state: DrafterState) -> None:
     """At once; atomically."""
-    path = checkpoint_folder / DRAFTER_FILE
-    partial = path.with_name(f"{TEMPORARY}{path.name}")
     told = {
         "step": str(state.step),
         "num_updates": str(state.num_updates),
         "target_digest": state.target_digest,
         "digest": _digest(state),
     }
-    try:
+    with replacing(checkpoint_folder / DRAFTER_FILE) as partial:
         save_file(state.tensors, partial, told)
-        _flush(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    _flush(checkpoint_folder)
 
 
 class DrafterSaver:
@@ -115,11 +108,3 @@ def _digest(state: DrafterState) -> str:
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

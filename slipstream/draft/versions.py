@@ -16,8 +16,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slipstream.draft.saved import TEMPORARY, WEIGHTS, DrafterState, DrafterStateLost, load_drafter_state
+from slipstream.draft.saved import WEIGHTS, DrafterState, DrafterStateLost, load_drafter_state
 from slipstream.draft.saved import save_drafter_state as save
+from slipstream.files import TEMPORARY
 
 KEPT = 2
 OPTIMIZER_FOLDER = "optimizer"

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from slipstream.files import replacing
+
 
 class Logger(Protocol):
     """A place that metrics are sent to."""
@@ -96,17 +98,8 @@ class JsonLines:
     def resume_after(self, step: int) -> None:
         kept = [line for line in self._lines() if self._step_of(line) <= step]
         self._file.close()
-        fresh = self.path.with_suffix(".jsonl.tmp")
-        with fresh.open("wb") as file:
-            file.write(b"".join(kept))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the new name must outlive a power cut too
-        finally:
-            os.close(folder)
+        with replacing(self.path) as partial:
+            partial.write_bytes(b"".join(kept))
         self._file = self.path.open("ab", buffering=0)
 
     def _lines(self) -> list[bytes]:

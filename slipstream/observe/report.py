@@ -8,7 +8,6 @@ sentence; a run with no step yet still gives a page.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from pathlib import Path
 import yaml
 
 from slipstream.config import Config, build_config
+from slipstream.files import replacing
 from slipstream.observe import figures, page
 from slipstream.observe.console import format_duration
 from slipstream.observe.figures import Metrics, Series
@@ -62,9 +62,9 @@ def write_report(run_dir: Path, what_if: Sequence[Sequence[str]] | str = ()) -> 
     if config_text:
         sections.append("<h2>Config</h2>" + page.config_section(config_text))
     text = page.page(f"{run_dir.resolve().name} - Slipstream", "".join(sections), figures.drawing_script())
-    report, fresh = run_dir / "report.html", run_dir / "report.html.tmp"
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, report)
+    report = run_dir / "report.html"
+    with replacing(report) as partial:
+        partial.write_text(text, encoding="utf-8")
     return report
 
 

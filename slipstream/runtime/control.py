@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from pathlib import Path
 
 from slipstream.config import load_config
+from slipstream.files import replacing
 
 CONTROL_FILE = "control.json"
 
@@ -23,9 +23,8 @@ def ask_for_workers(run_dir: Path, num_workers: int) -> None:
         raise ValueError("mode=rhyme shares rollouts out among workers by length: it needs 2 or more")
     if not _is_running(run_dir):
         raise ValueError(f"no run is going on in {run_dir}; start it with rollout.workers={num_workers}")
-    partial = run_dir / f".tmp-{CONTROL_FILE}"
-    partial.write_text(json.dumps({"rollout_workers": num_workers}))
-    os.replace(partial, run_dir / CONTROL_FILE)
+    with replacing(run_dir / CONTROL_FILE) as partial:
+        partial.write_text(json.dumps({"rollout_workers": num_workers}))
 
 
 def workers_asked_for(run_dir: Path) -> int | None:

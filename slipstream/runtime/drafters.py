@@ -7,7 +7,6 @@ policy it drafts for, and how it was taught.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import PretrainedConfig
 from slipstream.draft.eagle import build_draft, kind_of
 from slipstream.draft.export import FORMATS, export_drafter, refuse_filled, works_in_sglang
 from slipstream.draft.saved import DRAFTER_FILE, DrafterState, load_drafter_state, save_drafter_state
+from slipstream.files import replacing
 from slipstream.models.loading import load_model
 from slipstream.train.checkpoint import find_damage, latest_checkpoint
 
@@ -67,9 +67,8 @@ def find_checkpoint(source: Path) -> Path:
 def save_drafter(folder: Path, state: DrafterState, about: dict[str, Any]) -> None:
     """Each file whole: one that is there is replaced at once. The large one last: a folder without it says so."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{ABOUT}"
-    partial.write_text(json.dumps(about, indent=1) + "\n")
-    os.replace(partial, folder / ABOUT)
+    with replacing(folder / ABOUT) as partial:
+        partial.write_text(json.dumps(about, indent=1) + "\n")
     save_drafter_state(folder, state)
 
 

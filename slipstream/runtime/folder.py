@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slipstream.config import Config, dump_config, load_config
+from slipstream.files import TEMPORARY
 from slipstream.runtime.control import CONTROL_FILE
 from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, point_latest_at
 
@@ -118,6 +119,7 @@ class RunFolder:
 
     def _clear(self) -> None:
         for name in CONTENTS:
-            (self.path / name).unlink(missing_ok=True)
+            for one in (name, f"{TEMPORARY}{name}"):
+                (self.path / one).unlink(missing_ok=True)
         for name in FOLDERS:
             shutil.rmtree(self.path / name, ignore_errors=True)

@@ -20,6 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.config import Config
+from slipstream.files import replacing
 from slipstream.history.store import HistoryStore
 from slipstream.observe.console import Console
 from slipstream.observe.ledger import Ledger
@@ -107,9 +108,8 @@ def stream(
             """For whoever looks after the run."""
             with pids_lock:
                 pids[name] = pid
-                partial = run_dir / f".tmp-{PROCESSES_FILE}"
-                partial.write_text(json.dumps(pids))
-                os.replace(partial, run_dir / PROCESSES_FILE)
+                with replacing(run_dir / PROCESSES_FILE) as partial:
+                    partial.write_text(json.dumps(pids))
 
         def start(name: str, num_threads: int, *work: Any) -> WorkerLink:
             log_file = run_dir / LOGS_FOLDER / f"{name}.log"

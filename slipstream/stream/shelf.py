@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from slipstream.files import TEMPORARY, flush, replacing
 from slipstream.stream.editions import Bucket, Edition, checksum, edition_name
 
 MANIFEST = "manifest.json"
-TEMPORARY, GONE = ".tmp-", ".gone-"
+GONE = ".gone-"
 _HEAD = struct.Struct("<4sQI16sQ")
 _MAGIC = b"SLPB"
 
@@ -135,10 +136,10 @@ class WritingEdition:
 
     def end(self, edition: Edition) -> None:
         assert len(edition.buckets) == self._num_buckets and edition.name == self._name
-        _flush(self._path)
+        flush(self._path)
         _write(self._path / MANIFEST, edition.to_json().encode())
-        _flush(self._path)
-        _flush(self._shelf.folder)
+        flush(self._path)
+        flush(self._shelf.folder)
 
     def give_up(self) -> None:
         self._shelf.remove(self._name)
@@ -154,14 +155,10 @@ def _number_of(name: str) -> int:
 
 def _write(path: Path, *parts: bytes | memoryview) -> None:
     """Complete under its name or not there."""
-    partial = path.with_name(f"{TEMPORARY}{path.name}")
     try:
-        with partial.open("wb") as file:
+        with replacing(path) as partial, partial.open("wb") as file:
             for part in parts:
                 file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
     except OSError as error:
         free_mb = shutil.disk_usage(path.parent).free / 1e6
         raise OSError(
@@ -170,11 +167,3 @@ def _write(path: Path, *parts: bytes | memoryview) -> None:
             "some space or move run.dir to a larger disk, then resume the run",
             str(path),
         ) from error
-
-
-def _flush(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -24,8 +23,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from slipstream.files import TEMPORARY, flush, replacing
+
 MANIFEST, RUN_STATE, TRAINER_STATE, LATEST = "manifest.json", "run_state.json", "trainer.pt", "latest"
-TEMPORARY = ".tmp-"
 REPLACED = ".replaced"
 """Suffix of an older step_N while a newer step_N takes its place: still whole, and found if we are killed there."""
 STEP_FOLDER = re.compile(rf"step_(\d+)({re.escape(REPLACED)})?")
@@ -176,7 +176,7 @@ def _move_into_place(partial: Path, target: Path) -> None:
         _remove(replaced)
         target.rename(replaced)
     partial.rename(target)
-    _flush(target.parent)
+    flush(target.parent)
     _remove(replaced)
 
 
@@ -204,29 +204,15 @@ def _fingerprint(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "blake2b": digest}
 
 
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _flush_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
-        _flush(path)
-    _flush(folder)
+        flush(path)
+    flush(folder)
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f"{TEMPORARY}{path.name}")
-    try:
+    with replacing(path) as partial:
         partial.write_text(text)
-        _flush(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    _flush(path.parent)
 
 
 def _remove(folder: Path) -> None:

@@ -1,0 +1,33 @@
+"""Files that are there whole or not at all, whatever happens to the process or to the power."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TEMPORARY = ".tmp-"
+"""How the names of what is being written begin, and of what may be removed."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside it for a file that takes its place, once it is written and on the disk."""
+    partial = path.with_name(f"{TEMPORARY}{path.name}")
+    try:
+        yield partial
+        flush(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """To the disk: what a file holds, or which names a folder has."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

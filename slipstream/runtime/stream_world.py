@@ -336,7 +336,8 @@ class StreamWorld:
                 self._ledger.book(trainer.name, "weight sync", message.seconds)
                 return []
             case StateSaved():
-                self._console.note(f"saved {message.path}")
+                if message.step:  # the driver has told of what the trainer began with
+                    self._console.note(f"saved {message.path}")
                 if message.problem:
                     self._console.note(message.problem)
                 self._row(message.step + 1)["timing_s/save"] = message.seconds

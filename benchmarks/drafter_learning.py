@@ -51,11 +51,19 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     figure = go.Figure()
     for name, words in NAMES.items():
         points = [(row["step"], row[name]) for row in rows if name in row]
-        figure.add_scatter(x=[step for step, _ in points], y=[value for _, value in points], name=words)
+        steps, values = zip(*points, strict=True) if points else ((), ())
+        figure.add_scatter(x=steps, y=values, name=words, line_dash="dot" if name == "before" else "solid")
     figure.update_layout(
-        title="Tokens a step on rollouts not yet learned from", xaxis_title="step of RL", yaxis_title="tokens a step"
+        template="simple_white",
+        title="Tokens a step on rollouts not yet learned from",
+        xaxis_title="step of RL",
+        yaxis_title="tokens a step",
+        yaxis_rangemode="tozero",
+        legend={"x": 0.98, "y": 0.05, "xanchor": "right", "yanchor": "bottom"},
+        width=880,
+        height=420,
     )
-    figure.write_html(file, include_plotlyjs=True)
+    figure.write_html(file, include_plotlyjs=True, config={"displayModeBar": False})
 
 
 def main() -> None:

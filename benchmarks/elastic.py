@@ -34,7 +34,7 @@ CHANGES: dict[str, Any] = {
     "engine": {"max_sequences": 64, "max_prompt_tokens": 32},
     "train": {"prompts_per_step": 16, "samples_per_prompt": 8, "lr": 4e-4, "threads": 1, "deterministic": True},
 }
-"""Of the recipe of `drills.py`."""
+"""Of the recipe of `drills.py`. A checkpoint comes at the end only: it would be a part of some steps' time."""
 ALONE = 3
 """Steps with one worker before another is asked for, and with two before one goes."""
 
@@ -124,14 +124,16 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--keep", type=Path, help="a folder for the runs; without it they are removed")
+    parser.add_argument("--keep", type=Path, help="a new folder for the runs; without it they are removed")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=options.keep is None)
         changes = CHANGES | {"train": CHANGES["train"] | {"steps": options.steps}}
-        undisturbed, changed = Run(folder, "undisturbed", changes), Run(folder, "elastic", changes)
+        undisturbed, changed = (
+            Run(folder, name, changes, save_every=options.steps) for name in ("undisturbed", "elastic")
+        )
         if undisturbed.start("--overwrite").wait() != 0:
             raise SystemExit(f"the undisturbed run failed; its words: {undisturbed.log.name}")
         disturb(changed)

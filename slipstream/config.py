@@ -282,8 +282,9 @@ class Config(Section):
     mode: Literal["colocated", "sync", "async", "rhyme"] = "colocated"
     """colocated: sampling and training take turns, in this process. The others sample in rollout.workers processes
     beside one that trains, on groups as they are scored. sync: on the newest weights, as colocated. async: one step
-    ahead, on weights that are a step old at most. rhyme: so too, the long rollouts of a step on some workers and the
-    short ones on the others, who change places with each step."""
+    ahead, on weights that are a step old at most; where a step changes the policy much (mismatch_kl above 0.003), a
+    lower train.lr learns faster. rhyme: so too, the long rollouts of a step on some workers and the short ones on the
+    others, who change places with each step."""
     runtime: Literal["local", "ray"] = "local"
     """Where processes run (mode=sync, async, rhyme). local: on this machine, a GPU each while there are enough, trainer
     ranks first; else they share. ray: each is an actor on the Ray cluster that RAY_ADDRESS names, or that was started

@@ -22,6 +22,7 @@ from slipstream.observe.reports import Reports
 from slipstream.observe.store import RunStore
 from slipstream.runtime.crew import TrainerCrew, TrainerLost
 from slipstream.runtime.drafting import draft_metrics, past_texts, remember
+from slipstream.runtime.drift import Drift
 from slipstream.runtime.evaluation import EvaluationRound
 from slipstream.runtime.kept import (
     KEPT_FILE,
@@ -108,7 +109,7 @@ class StreamWorld:
         self._config = config
         self._pool, self._crew, self._groups, self._history = pool, crew, groups, history
         self._ledger, self._bell, self._began_s = ledger, bell, time.monotonic()
-        self._note, self._sizing = note, Sizing(config, pool, note, console.note)
+        self._note, self._sizing, self._drift = note, Sizing(config, pool, note, console.note), Drift()
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
@@ -391,6 +392,8 @@ class StreamWorld:
         self._log.write(action.step, row)
         if action.step > 0:
             self._console.step_line(action.step, row)
+            if (advice := self._drift.after_step(row)) is not None:
+                self._console.note(advice)
             self._sizing.after_step(row, spent.prefill_s + spent.decode_s, paces)
 
     def _save(self, action: Save) -> None:

@@ -12,16 +12,19 @@ TEMPORARY = ".tmp-"
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A name beside it for a file that takes its place, once it is written and on the disk."""
+def replacing(path: Path, *, flush_name: bool = True) -> Iterator[Path]:
+    """A name beside it for a file that takes its place, once it is written and on the disk. `flush_name`: before going
+    on; who writes many files into a folder may flush that once."""
     partial = path.with_name(f"{TEMPORARY}{path.name}")
     try:
         yield partial
         flush(partial)
         os.replace(partial, path)
-    finally:
+    except BaseException:
         partial.unlink(missing_ok=True)
-    flush(path.parent)
+        raise
+    if flush_name:
+        flush(path.parent)
 
 
 def flush(path: Path) -> None:

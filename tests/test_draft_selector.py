@@ -218,6 +218,32 @@ def test_drafts_that_are_suddenly_all_wrong_are_given_up_at_once() -> None:
     assert statistics.mean(rates) > 0.92 and min(rates) > 0.89
 
 
+@pytest.mark.parametrize("batch", [8, 64])
+def test_drafts_that_pay_no_more_are_left_once_and_not_taken_again(batch: int) -> None:
+    ways = [OFF, Strategy(1.0, 1), Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1)]
+
+    def world_of(gain: float, seed: int) -> World:
+        dice = random.Random(seed)
+
+        def step(size: int, strategy: Strategy) -> tuple[int, float]:
+            if strategy == OFF:
+                return size, dice.uniform(0.97, 1.03)
+            cost = 1.3 + 0.05 * strategy.drafts_each
+            odds = (gain * cost - 1.0) / strategy.drafts_each
+            right = sum(int(strategy.drafts_each) * (dice.random() < odds) for _ in range(size))
+            return size + right, cost * dice.uniform(0.97, 1.03)
+
+        return step
+
+    for seed in range(3):
+        selector = Selector(ways)
+        drive(selector, world_of(1.4, seed), batch, 3000)
+        assert selector.best(batch) != OFF
+        selector.take_choices()
+        assert drive(selector, world_of(0.9, seed + 50), batch, 600) > 0.95 * batch
+        assert len([choice for choice in selector.choices if "gives" in choice.reason]) <= 4
+
+
 # How large a step is made.
 
 

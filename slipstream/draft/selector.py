@@ -3,6 +3,7 @@
 Pure: it is told what a step did and how long it took, and says what the next one should do. A new size of batch tries
 every way for a few steps, from few drafts to many, but for those that cannot win by what the others have shown;
 afterwards the best stays until another is clearly better, and the others are tried again, rarely, since texts change.
+Ways are compared by what they give on the same texts, as near as can be: some texts are easy to draft for all of them.
 So drafting that does not pay costs a step or two in a hundred.
 """
 
@@ -12,30 +13,31 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from slipstream.engine.strategy import OFF, Strategy
 
 WINDOW, WINDOW_ROWS = 15, 192
 """Steps of one way that show how it does now, and so many more in small batches that sequences and steps together make
 this many: with drafts a single sequence has one token in most steps and many in some."""
-WINDOWS = 8
-"""That tell which way of drafting is the best. Ways are tried at different times, on other texts, and some texts are
-easy for all: in one window a tenth more or less is chance."""
 FIRST_TRIAL, FIRST_TRIAL_ROWS = 6, 64
-"""Steps in a row at the first trial of a way."""
+"""Steps in a row that count at the first trial of a way."""
 TRIAL, TRIAL_ROWS, BETWEEN_TRIALS = 5, 32, 150
 """Afterwards: steps of a way that is not the best, and the least number of steps between two such trials."""
 PATIENCE = 4
-"""Times as long a trial goes on while it cannot be told whether its way is better: such a way costs next to nothing."""
+"""Times as long a trial may become while it cannot be told whether its way is better: such a way costs hardly more."""
+LEAST_EASE = 0.01
+"""Texts of which nothing can be drafted say nothing about ways."""
+OWN_WINDOWS = 2
+"""For so long what the best way gives says more about it, which may have been lucky in its trial, than about texts."""
+REMEMBERED = 8
+"""Trials of a way that count."""
 TRIAL_COST = 0.005
 """Of all steps: the slower a way was, the longer it waits for its next trial, so that trials cost no more than this."""
 SETTLING = 2 * WINDOW
 """Steps after which a way that was just taken takes as long as it will."""
 HOPELESS = 0.85
 """A trial ends early when its way gives less than so many times the tokens of the best."""
-FALLEN = 0.6
-"""The best way has, when it gives so many times the tokens that it gave before: then all that drafts is tried anew."""
 HOPELESS_AT_BEST = 0.97
 """A way is not even tried if it could give no more than this."""
 CLEARLY = 1.03
@@ -63,17 +65,53 @@ MANY_DRAFTS, FEW_ROWS = 8, 32
 
 
 @dataclass(slots=True)
+class _Gain:
+    """What a way's steps gave, and how easy texts were then: sums."""
+
+    num_steps: float = 0.0
+    right: float = 0.0
+    """Drafts, a sequence and step."""
+    squares: float = 0.0
+    ease: float = 0.0
+
+    def add(self, right: float, ease: float) -> None:
+        self.num_steps += 1
+        self.right += right
+        self.squares += right * right
+        self.ease += ease
+
+    def fade(self, num_steps: float) -> None:
+        """To what so many steps say."""
+        if self.num_steps > num_steps:
+            share = num_steps / self.num_steps
+            self.num_steps, self.right, self.squares, self.ease = (
+                share * one for one in (self.num_steps, self.right, self.squares, self.ease)
+            )
+
+    def mean(self, errors: float = 0.0) -> float:
+        """Right drafts for each unit of ease; with so many standard errors more."""
+        right = self.right / self.num_steps
+        if errors:
+            right += errors * math.sqrt(max(0.0, self.squares / self.num_steps - right * right) / self.num_steps)
+        return max(0.0, right) * self.num_steps / self.ease
+
+
+@dataclass(slots=True)
 class _Bucket:
     """What is known of one size of batch.
 
-    Ways are measured at different times, and steps take longer as texts grow: so a way's cost is its time against that
-    of the best way just then, and what was measured early is still right late.
+    Ways are measured at different times. Steps take longer as texts grow, and some texts are easy to draft for every
+    way: so what a way costs and gives is its time and its right drafts against those of the best way just then, and
+    what was measured early is still right late.
     """
 
-    tokens: dict[Strategy, deque[float]]
-    """By way, of those that are tried: tokens a sequence of the last steps."""
+    ways: Sequence[Strategy]
+    """That may be tried."""
     window: int
-    """Steps of one way that show how it does now."""
+    """Steps that show how the best way does now."""
+    gains: dict[Strategy, _Gain] = field(default_factory=dict)
+    ease: float = 1.0
+    """Right drafts of a unit now."""
     costs: dict[Strategy, float] = field(default_factory=dict)
     """By way: the time of a step, in units that all ways share."""
     unit_s: float = 0.0
@@ -83,6 +121,8 @@ class _Bucket:
     """The step since which it is."""
     best_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Seconds of the last steps of the best way."""
+    best_right: deque[float] = field(default_factory=deque)
+    """And its right drafts a sequence, of so many steps as a window has."""
     trial: Strategy | None = None
     trial_length: int = 0
     trial_steps: list[tuple[float, float]] = field(default_factory=list)
@@ -98,7 +138,7 @@ class _Bucket:
         most = max(MANY_DRAFTS, 2 * self.best.drafts_each)
         return [
             way
-            for way in self.tokens
+            for way in self.ways
             if way not in self.costs and way.drafts_each <= most and self.hope(way) >= HOPELESS_AT_BEST
         ]
 
@@ -113,31 +153,35 @@ class _Bucket:
             return math.inf
         last, before = kind[-1], kind[-2] if len(kind) > 1 else OFF
         more = (way.drafts_each - last.drafts_each) / (last.drafts_each - before.drafts_each)
-        tokens = self.mean_tokens(last, errors=1.0)
-        tokens += more * max(0.0, tokens - (self.mean_tokens(before) if before in self.costs else 1.0))
+        tokens = self.tokens(last, errors=1.0)
+        tokens += more * max(0.0, tokens - (self.tokens(before) if before in self.costs else 1.0))
         cost = self.costs[last]
         if before != OFF:  # from none to some there is a step, which says nothing about more
             cost += more * max(0.0, cost - self.costs[before])
         return tokens / (cost * self.unit_s) / self.rate(self.best)
 
-    def rate_now(self) -> float:
-        """Of the best way: tokens a second and sequence in its last window."""
-        tokens = self.tokens[self.best]
-        recent = list(tokens)[-self.window :]
-        return self.rate(self.best) * (sum(recent) / len(recent)) / self.mean_tokens(self.best)
+    def tokens(self, way: Strategy, errors: float = 0.0) -> float:
+        """A step and sequence now; with so many standard errors more."""
+        return 1.0 + self.gains[way].mean(errors) * self.ease
 
-    def mean_tokens(self, strategy: Strategy, errors: float = 0.0) -> float:
-        """A step and sequence; with so many standard errors more."""
-        tokens = self.tokens[strategy]
-        mean = sum(tokens) / len(tokens)
-        if errors:
-            variance = sum((one - mean) ** 2 for one in tokens) / len(tokens)
-            mean += errors * math.sqrt(variance / len(tokens))
-        return mean
+    def rate(self, way: Strategy, errors: float = 0.0) -> float:
+        """Tokens a second and sequence."""
+        return self.tokens(way, errors) / (self.costs[way] * self.unit_s)
 
-    def rate(self, strategy: Strategy, errors: float = 0.0) -> float:
-        """Tokens a second and sequence; with so many standard errors more."""
-        return self.mean_tokens(strategy, errors) / (self.costs[strategy] * self.unit_s)
+    def follow_texts(self, tokens: float) -> None:
+        """A step of the best way gave a sequence so many."""
+        self.best_right.append(tokens - 1.0)
+        if len(self.best_right) > self.window:
+            self.best_right.popleft()
+        if self.num_steps - self.taken_at <= OWN_WINDOWS * self.window:
+            self.gains[self.best].add(tokens - 1.0, self.ease)
+        else:
+            self.look_at_texts()
+
+    def look_at_texts(self) -> None:
+        gain = self.gains[self.best]
+        if len(self.best_right) == self.window and gain.right > 0:
+            self.ease = max(LEAST_EASE, sum(self.best_right) / self.window / gain.mean())
 
     def follow_pace(self, seconds: float) -> None:
         """A step of the best way took so long: at first that says more about the way, whose steps come to be as large
@@ -150,7 +194,10 @@ class _Bucket:
 
     def learn(self, strategy: Strategy, steps: Sequence[tuple[float, float]]) -> None:
         """What a trial showed. The first way of all makes the unit."""
-        self.tokens[strategy].extend(tokens for tokens, _ in steps)
+        gain = self.gains.setdefault(strategy, _Gain())
+        gain.fade((REMEMBERED - 1) * len(steps))
+        for tokens, _ in steps:
+            gain.add(tokens - 1.0, self.ease)
         typical_s = statistics.median(seconds for _, seconds in steps)  # a single step may take any time
         self.unit_s = self.unit_s or typical_s
         self.costs[strategy] = typical_s / self.unit_s
@@ -160,25 +207,21 @@ class _Bucket:
         """Whether a way with these steps may, within a standard error, be good enough to take over, and may be not."""
         if self.best not in self.costs:
             return False
-        tokens = [one for one, _ in steps]
-        mean, needed_s = statistics.fmean(tokens), statistics.median(seconds for _, seconds in steps)
-        needed = CLEARLY * self.rate(self.best) * needed_s
-        return abs(mean - needed) < statistics.pstdev(tokens) / math.sqrt(len(tokens))
-
-    def forget_drafts(self) -> None:
-        """The best way has fallen, so what others gave on texts or with a drafter of before says nothing now."""
-        for way in self.costs.keys() - {OFF, self.best}:
-            del self.costs[way]
-            self.tokens[way].clear()
-        recent = list(self.tokens[self.best])[-self.window :]
-        self.tokens[self.best].clear()
-        self.tokens[self.best].extend(recent)
+        tokens, took_s = [one for one, _ in steps], statistics.median(seconds for _, seconds in steps)
+        needed = CLEARLY * self.rate(self.best) * took_s
+        return abs(statistics.fmean(tokens) - needed) < _error_of(tokens)
 
     def take(self, strategy: Strategy) -> None:
-        """For the best from now on, at the pace of the one before."""
+        """For the best from now on, at the pace of the one before. If it is not to draft, texts have changed, or the
+        model that drafts: what ways gave against each other will then be measured anew."""
+        if strategy == OFF:
+            self.look_at_texts()
+            for gain in self.gains.values():
+                gain.fade(1.0)
         self.best = strategy
         self.taken_at = self.num_steps
         self.tried_at.clear()
+        self.best_right.clear()
         self.best_s.clear()
         self.best_s.append(self.costs[strategy] * self.unit_s)
 
@@ -239,23 +282,23 @@ class Selector:
     def observe(self, batch: int, strategy: Strategy, tokens_each: float, seconds: float) -> None:
         """A step of `batch` sequences and nothing else gave each so many tokens on average, in `seconds`."""
         bucket = self._bucket(batch)
-        if strategy not in bucket.tokens:
+        if strategy not in bucket.ways:
             return  # chosen for fewer sequences than were then seated
         if OFF in bucket.costs and strategy != OFF:
             self.saved_s += tokens_each / bucket.rate(OFF) - seconds
         bucket.num_steps += 1
         bucket.since_trial += 1
         if bucket.trial != strategy:
-            bucket.tokens[strategy].append(tokens_each)
             if strategy == bucket.best and strategy in bucket.costs:
                 bucket.follow_pace(seconds)
+                bucket.follow_texts(tokens_each)
                 if bucket.since_trial % bucket.window == 0:
                     self._settle(batch, bucket)  # texts may have changed: what was best may be so no longer
             return
         bucket.trial_steps.append((tokens_each, seconds))
         counted = bucket.trial_steps[1:]  # the first may have prepared the others
-        is_over = len(counted) >= bucket.trial_length and not bucket.is_open(counted)
-        is_over |= len(counted) >= PATIENCE * bucket.trial_length
+        lengths, rest = divmod(len(counted), bucket.trial_length)
+        is_over = lengths > 0 and rest == 0 and (lengths == PATIENCE or not bucket.is_open(counted))
         if len(counted) >= min(FIRST_TRIAL, bucket.trial_length) - 1 and bucket.best in bucket.costs:
             is_over |= _rate_at_best(counted, strategy, batch) < HOPELESS * bucket.rate(bucket.best)
         if is_over:
@@ -287,7 +330,8 @@ class Selector:
             str(size): {
                 "best": _plain(bucket.best),
                 "unit_s": bucket.unit_s,
-                "ways": [[*_plain(way), cost, list(bucket.tokens[way])] for way, cost in bucket.costs.items()],
+                "ease": bucket.ease,
+                "ways": [[*_plain(way), cost, astuple(bucket.gains[way])] for way, cost in bucket.costs.items()],
             }
             for size, bucket in self._buckets.items()
         }
@@ -295,15 +339,14 @@ class Selector:
     def load_state_dict(self, state: dict[str, object]) -> None:
         for size, saved in state.items():
             assert isinstance(saved, dict)
-            if "ways" not in saved:
-                continue  # of a version that kept times, which say nothing later: it is learned anew
+            if "ease" not in saved:
+                continue  # of a version that kept times or tokens, which say nothing later: it is learned anew
             bucket = self._bucket(int(size))
-            bucket.unit_s = saved["unit_s"]
-            for *numbers, cost, tokens in saved["ways"]:
+            bucket.unit_s, bucket.ease = saved["unit_s"], saved["ease"]
+            for *numbers, cost, gain in saved["ways"]:
                 strategy = Strategy(*numbers)
-                if strategy in bucket.tokens:
-                    bucket.costs[strategy] = cost
-                    bucket.tokens[strategy].extend(tokens)
+                if strategy in bucket.ways:
+                    bucket.costs[strategy], bucket.gains[strategy] = cost, _Gain(*gain)
             best = Strategy(*saved["best"])
             if best in bucket.costs:
                 bucket.take(best)
@@ -318,26 +361,22 @@ class Selector:
                 if size <= (TREE_ROWS if way.branches > 1 else FEW_ROWS)
                 or (way.drafts_each <= MANY_DRAFTS and way.branches == 1)
             ]
-            self._buckets[size] = _Bucket({way: deque(maxlen=WINDOWS * window) for way in ways}, window)
+            self._buckets[size] = _Bucket(ways, window)
         return self._buckets[size]
 
     def _settle(self, batch: int, bucket: _Bucket) -> None:
-        """Another way must be faster at worst, by what is known of it. What no drafts give is known for certain, so to
-        stop drafting it is enough that the best way does not pay now."""
-        needed = {way: CLEARLY * bucket.rate(bucket.best) for way in bucket.costs if way != bucket.best}
-        if OFF in needed:
-            needed[OFF] = bucket.rate_now()
-        margins = {way: bucket.rate(way, errors=-0.5) / need for way, need in needed.items()}
+        """Another way must be faster at worst, by what is known of it."""
+        best_rate = bucket.rate(bucket.best)
+        needed = {way: 1.0 if way == OFF else CLEARLY for way in bucket.costs if way != bucket.best}
+        margins = {way: bucket.rate(way, errors=-0.5) / best_rate - need for way, need in needed.items()}
         fastest = max(margins, key=lambda way: margins[way], default=bucket.best)
-        if margins.get(fastest, 0.0) > 1:
-            gain = bucket.rate(fastest) / (bucket.rate_now() if fastest == OFF else bucket.rate(bucket.best))
+        if margins.get(fastest, 0.0) > 0:
+            gain = bucket.rate(fastest) / best_rate
             self.choices.append(Choice(batch, fastest, f"{fastest} gives {gain:.2f} times the tokens of {bucket.best}"))
-            if fastest == OFF and bucket.rate_now() < FALLEN * bucket.rate(bucket.best):
-                bucket.forget_drafts()
             bucket.take(fastest)
 
     def _note_hopeless(self, batch: int, bucket: _Bucket) -> None:
-        for way in bucket.tokens:
+        for way in bucket.ways:
             if way not in bucket.costs and way not in bucket.left_out and bucket.hope(way) < HOPELESS_AT_BEST:
                 bucket.left_out.add(way)
                 reason = f"{way} is not tried: {bucket.hope(way):.2f} times the tokens of this at best"
@@ -349,6 +388,11 @@ def _rate_at_best(steps: Sequence[tuple[float, float]], strategy: Strategy, batc
     num_rows = batch * len(steps)
     num_tokens = batch * sum(tokens for tokens, _ in steps) + 1 + strategy.drafts_each
     return num_tokens / (num_rows + 1) / statistics.median(seconds for _, seconds in steps)
+
+
+def _error_of(values: Sequence[float]) -> float:
+    """The standard error of their mean."""
+    return statistics.pstdev(values) / math.sqrt(len(values))
 
 
 def _plain(strategy: Strategy) -> tuple[float, int, int, int]:

@@ -62,7 +62,8 @@ def sample_in_process(
         slots = config.engine.max_sequences
         points = speed_points(engine, slots, config.max_length)
         drafter = drafter_worker(config, engine, name, pipe.say) if learns(config) else None
-        worker = RolloutWorker(engine, Receiver(weights_folder, name), past, pipe.say, drafter=drafter)
+        receiver, choices = Receiver(weights_folder, name), selector.take_choices
+        worker = RolloutWorker(engine, receiver, past, pipe.say, drafter=drafter, choices=choices)
         pipe.say(Here(slots, points, None if drafter is None else drafter.version))
         while not worker.is_leaving:
             for message in pipe.hear(0.0 if worker.has_work else TELL_S):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 STEPS = 5
 MUCH = 0.003
-"""Of mismatch_kl, nats a token. In the quickstart, rollouts a step old taught less than fresh ones at 0.005, and as much
+"""Of mismatch_kl, nats a token. In the quickstart rollouts a step old taught less than fresh ones at 0.005, and as much
 at half the learning rate, where it was 0.001 (docs/log.md)."""
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slipstream.config import Config, dump_config, load_config
-from slipstream.files import TEMPORARY
+from slipstream.files import TEMPORARY, replacing
 from slipstream.runtime.control import CONTROL_FILE
 from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, point_latest_at
 
@@ -96,7 +96,8 @@ class RunFolder:
             self._clear()
         if checkpoint is not None:
             point_latest_at(self.path, checkpoint.path)
-        (self.path / "config.yaml").write_text(dump_config(config))
+        with replacing(self.path / "config.yaml") as partial:
+            partial.write_text(dump_config(config))
 
     def _refuse_foreign(self, checkpoint: Path) -> None:
         if not checkpoint.resolve().is_relative_to(self.path.resolve()):

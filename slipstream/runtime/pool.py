@@ -138,8 +138,8 @@ class Pool:
         drafter: DrafterSession | None = None,
     ) -> None:
         """`start`: a process for the worker of this name, rollout-0 and so on. `note`: is told of workers that come and
-        go, and of rollouts that move between them. `is_grading`: whether grades are missing. `drafter`: how workers
-        without work train one, if there is one that learns."""
+        go, rollouts that move between them, and ways to draft. `is_grading`: whether grades are missing. `drafter`: how
+        workers without work train one, if there is one that learns."""
         self._fleet = Fleet(rules if drafter is None else replace(rules, lends_idle=True))
         self._ledger, self._drafter = ledger, drafter
         self._start, self._silence_s, self._note, self._say, self._clock = start, silence_s, note, say, clock
@@ -168,10 +168,6 @@ class Pool:
     @property
     def has_work(self) -> bool:
         return bool(self._rollouts or self._asked)
-
-    @property
-    def pids(self) -> dict[str, int]:
-        return {name: worker.link.pid for name, worker in self._workers.items()}
 
     def ask(
         self,
@@ -299,7 +295,7 @@ class Pool:
                 del self._rollouts[message.rollout.request.uid]
                 self._ended.append(message.rollout)
                 self._tell(RolloutEnded(message.rollout.request.uid, len(message.rollout.token_ids)))
-                if self._drafter is not None and not is_evaluation(message.rollout.request):  # after the idle were lent
+                if self._drafter is not None and not is_evaluation(message.rollout.request.group):
                     self._drafter.tell(LessonsAdded(1))
             case Grown():
                 for piece in message.pieces:
@@ -316,6 +312,8 @@ class Pool:
                     self._paces = sum_paces((self._paces, message.paces))
                 if message.drafts is not None:
                     self._drafts.merge(message.drafts)
+                for choice in message.choices:
+                    self._note(choice)
             case Broke() if not worker.has_joined and any(one.has_joined for one in self._workers.values()):
                 worker.is_leaving = True
                 self._say(

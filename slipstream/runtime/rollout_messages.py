@@ -8,6 +8,7 @@ from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
 from slipstream.engine.strategy import DraftCounts
 from slipstream.runtime.drafter_messages import FromMember, ToMember
+from slipstream.schedule.events import DraftChosen
 from slipstream.schedule.speeds import Paces
 from slipstream.types import Request, Rollout, WeightVersion
 
@@ -15,8 +16,8 @@ EVALUATION = "eval/"
 """How the names of groups of held-out prompts begin."""
 
 
-def is_evaluation(request: Request) -> bool:
-    return request.group.startswith(EVALUATION)
+def is_evaluation(group: str) -> bool:
+    return group.startswith(EVALUATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,8 @@ class Beat:
     """What came of drafts since it last said, if it drafts."""
     paces: Paces = ()
     """How fast its steps were meanwhile."""
+    choices: tuple[DraftChosen, ...] = ()
+    """Otherwise than before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from transformers import PreTrainedModel
 
+from slipstream.draft.selector import Choice
 from slipstream.draft.shelves import Text
 from slipstream.engine.engine import Engine
 from slipstream.runtime.drafter_messages import ToMember
@@ -35,6 +36,7 @@ from slipstream.runtime.rollout_messages import (
     ToRolloutWorker,
     is_evaluation,
 )
+from slipstream.schedule.events import DraftChosen
 from slipstream.schedule.speeds import Paces, sum_paces
 from slipstream.types import Request, WeightVersion
 
@@ -79,10 +81,11 @@ class RolloutWorker:
         say: Callable[[FromRolloutWorker], None],
         clock: Callable[[], float] = time.monotonic,
         drafter: DrafterWorker | None = None,
+        choices: Callable[[], Sequence[Choice]] = tuple,
     ) -> None:
-        """`drafter`: None where none learns."""
+        """`drafter`: None where none learns. `choices`: of ways to draft, since they were last asked for."""
         self._engine, self._weights, self._past, self._say, self._clock = engine, weights, past, say, clock
-        self._drafter = drafter
+        self._drafter, self._choices = drafter, choices
         self._told: dict[str, int] = {}
         """By rollout that is here: tokens of it that were reported, with those it came with."""
         self._num_evaluated = 0
@@ -152,7 +155,7 @@ class RolloutWorker:
             self._book_step()
             for rollout in ended:
                 self._let_go(rollout.request)
-                if self._drafter is not None and not is_evaluation(rollout.request):
+                if self._drafter is not None and not is_evaluation(rollout.request.group):
                     self._drafter.add_text(rollout)
                 self._say(Ended(rollout))
             if not self._engine.has_work:
@@ -183,16 +186,18 @@ class RolloutWorker:
             self._say(Grown(tuple(grown)))
         drafts = self._engine.take_draft_counts() if self._engine.drafter is not None else None
         before, self._told_facts = self._told_facts, self._engine.facts()
-        self._say(Beat(self._spent, self._told_facts.decode_tokens - before.decode_tokens, drafts, self._paces))
+        num_tokens = self._told_facts.decode_tokens - before.decode_tokens
+        choices = tuple(DraftChosen(one.batch, str(one.strategy), one.reason) for one in self._choices())
+        self._say(Beat(self._spent, num_tokens, drafts, self._paces, choices))
         self._spent, self._paces = Spent(), ()
 
     def _take_in(self, request: Request, past: tuple[Text, ...], num_tokens: int) -> None:
         self._past.take_in(request, past)
         self._told[request.uid] = num_tokens
-        self._num_evaluated += is_evaluation(request)
+        self._num_evaluated += is_evaluation(request.group)
 
     def _let_go(self, request: Request) -> None:
-        self._num_evaluated -= is_evaluation(request)
+        self._num_evaluated -= is_evaluation(request.group)
         del self._told[request.uid]
         self._past.let_go(request)
 

@@ -36,7 +36,7 @@ from slipstream.runtime.kept import (
 )
 from slipstream.runtime.pool import Pool, WorkerBroke, WorkerLink
 from slipstream.runtime.processes import Doorbell
-from slipstream.runtime.rollout_messages import EVALUATION, is_evaluation
+from slipstream.runtime.rollout_messages import is_evaluation
 from slipstream.runtime.rollouts import GradedGroup, OpenGroups, metrics_of, scored_fact, store_groups, train_samples
 from slipstream.runtime.sizing import Sizing
 from slipstream.runtime.trainer_messages import (
@@ -217,13 +217,17 @@ class StreamWorld:
             for group in groups.values()
             for result in group.results
         ]
-        found += [keep_rollout(rollout) for rollout in self._groups.collected() if not is_evaluation(rollout.request)]
+        found += [
+            keep_rollout(rollout) for rollout in self._groups.collected() if not is_evaluation(rollout.request.group)
+        ]
         partials, newest = self._pool.partials()
-        return found + [keep_partial(partial, newest) for partial in partials if not is_evaluation(partial.request)]
+        return found + [
+            keep_partial(partial, newest) for partial in partials if not is_evaluation(partial.request.group)
+        ]
 
     def _collect(self, rollout: Rollout) -> None:
         name = rollout.request.group
-        if name.startswith(EVALUATION):
+        if is_evaluation(name):
             self._bar("evaluation")(1, tokens=len(rollout.token_ids))
         else:
             self._count_ended(int(name.partition("/")[0]), len(rollout.token_ids))
@@ -234,7 +238,7 @@ class StreamWorld:
         self._bar(f"step {step} rollout")(num_rollouts, tokens=num_tokens)
 
     def _hear_grades(self, group: GradedGroup) -> list[Event]:
-        if group.name.startswith(EVALUATION):
+        if is_evaluation(group.name):
             if self._evaluation is not None:
                 self._evaluation.take(group)
                 return self._evaluated() if self._evaluation.is_done else []

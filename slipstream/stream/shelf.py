@@ -156,14 +156,14 @@ def _number_of(name: str) -> int:
 def _write(path: Path, *parts: bytes | memoryview) -> None:
     """Complete under its name or not there."""
     try:
-        with replacing(path) as partial, partial.open("wb") as file:
+        with replacing(path, flush_name=False) as partial, partial.open("wb") as file:
             for part in parts:
                 file.write(part)
     except OSError as error:
         free_mb = shutil.disk_usage(path.parent).free / 1e6
         raise OSError(
             error.errno,
-            f"weights for rollout workers could not be written ({error.strerror}; {free_mb:,.1f} MB are free): free "
-            "some space or move run.dir to a larger disk, then resume the run",
+            f"weights for rollout workers could not be written ({error.strerror}; without them {free_mb:,.1f} MB are "
+            "free): make some room or move run.dir to a larger disk, then resume the run",
             str(path),
         ) from error

@@ -51,7 +51,10 @@ def guessing(
 @of_each_kind
 @pytest.mark.parametrize(
     ("strategy", "changes"),
-    [(Strategy(4.0, 0, DEPTH), {"steps_ahead": 2}), (Strategy(2.0, 2, 3), {"kv_tokens": 512})],
+    [
+        (Strategy(4.0, 0, DEPTH), {"steps_ahead": 2}),
+        pytest.param(Strategy(2.0, 2, 3), {"kv_tokens": 512}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_poor_drafter_changes_no_bit(kind: str, strategy: Strategy, changes: dict[str, int]) -> None:

@@ -203,10 +203,8 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(unbroken: Path, tmp_path: Pat
     assert_same_run(tmp_path / "run", unbroken)
 
 
-@pytest.mark.parametrize(
-    ("owner", "method", "call"),
-    [pytest.param(Trainer, "supervised_step", 2, marks=pytest.mark.slow), (RolloutDesk, "advance", 60)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("owner", "method", "call"), [(Trainer, "supervised_step", 2), (RolloutDesk, "advance", 60)])
 def test_a_stop_inside_any_phase_loses_nothing(
     owner: type, method: str, call: int, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,6 +146,7 @@ def lend(
     return published, told
 
 
+@pytest.mark.slow
 def test_a_process_beside_borrows_versions_and_is_shown_again_what_it_saw_damaged() -> None:
     model = small_llama(0)
     published, told = lend(model, dtype=torch.bfloat16, device="cpu", numbers=[0, 1], bad=[1, 4], bucket_bytes=SMALL)

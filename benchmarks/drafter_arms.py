@@ -4,13 +4,16 @@
 
 The run's prompts are sampled anew, with other seeds, by its last policy: the same tokens in every way, by construction
 and checked. Each way alone, the selector among all of them, and a drafter with random weights ("poisoned") under the
-selector. Tokens/s while the batch is full, the median of walks, over an engine without any drafter.
+selector. Tokens/s while the batch is full, the harmonic mean of walks over other texts each, over an engine without any
+drafter.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +49,9 @@ MODEL = (Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4))
 MIXED = (Strategy(2.0, 4, 2), Strategy(4.0, 4, 4), Strategy(8.0, 4, 6))
 TREES = (Strategy(8.0, 0, 4, 3), Strategy(16.0, 0, 5, 4), Strategy(8.0, 4, 4, 3))
 TREE_BATCH = 8
-SAMPLES, MAX_DRAFTS, TIMED_WALKS = 8, 32, 3
+SAMPLES, MAX_DRAFTS, TIMED_WALKS = 8, 32, 4
+LEARNING_WALKS = 4
+"""That a selector has before it is timed, at least."""
 
 
 class Bench:
@@ -125,13 +130,14 @@ class Bench:
         policy: DraftPolicy | None,
         weights: dict[str, torch.Tensor],
         is_settled: Callable[[], bool] = lambda: True,
+        least_walks: int = 2,
     ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
         engine = self.engine(batch, policy, weights)
         with still_heap():
             for number in range(3 * MOST_WARM_UPS):
                 num_graphs = engine.facts().num_graphs
                 self.walk(engine, batch, number % TIMED_WALKS)
-                is_prepared = number >= 1 and engine.facts().num_graphs <= num_graphs + FEW_GRAPHS
+                is_prepared = number + 1 >= least_walks and engine.facts().num_graphs <= num_graphs + FEW_GRAPHS
                 if is_prepared and is_settled():
                     break
             engine.take_draft_counts()
@@ -149,12 +155,14 @@ def compare(bench: Bench, batch: int) -> dict[str, Any]:
 
     def note(name: str, measured: tuple[dict[str, Any], dict[str, tuple[int, ...]]]) -> None:
         arm, got = measured
-        arms[name] = arm | {"gain": arm["tokens_per_s"] / plain["tokens_per_s"], "same_tokens": got == texts}
+        gain = statistics.harmonic_mean(arm["walks"]) / statistics.harmonic_mean(plain["walks"])
+        arms[name] = arm | {"gain": gain, "same_tokens": got == texts}
         print(f"batch {batch}, {name}: {arms[name]['gain']:.2f}, {arm['tokens_a_step']:.2f} tokens a step", flush=True)
 
     def note_selector(name: str, weights: dict[str, torch.Tensor]) -> None:
         selector = Selector(ways)
-        note(name, bench.measure(batch, selector, weights, lambda: selector.has_tried_all(batch)))
+        is_settled = functools.partial(selector.has_tried_all, batch)
+        note(name, bench.measure(batch, selector, weights, is_settled, LEARNING_WALKS))
         arms[name]["chosen"] = str(selector.best(batch))
         arms[name]["reasons"] = [choice.reason for choice in selector.take_choices()]
 

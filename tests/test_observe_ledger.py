@@ -64,6 +64,19 @@ def test_seconds_that_are_told_of_late_are_not_counted_twice() -> None:
     assert balance(entries, present_s=30.0) == pytest.approx(1.0)
 
 
+def test_late_seconds_are_owed_through_busy_steps_until_something_rests() -> None:
+    ledger = Ledger()
+    ledger.arrive("a", 0.0)
+    entries = ledger.close(1, 10.0)  # all of it was training, which is told of later
+    for step in range(2, 9):
+        ledger.book("a", "training", 10.0)
+        entries += ledger.close(step, 10.0 * step)
+    ledger.book("a", "training", 10.0)
+    entries += ledger.close(9, 100.0) + ledger.close(10, 120.0)
+    assert balance(entries, present_s=120.0) == pytest.approx(1.0)
+    assert sum(one.seconds for one in entries if one.account == "training") == pytest.approx(80.0)
+
+
 def test_late_seconds_make_up_for_no_more_than_was_taken_for_idle() -> None:
     ledger = Ledger()
     ledger.arrive("a", 0.0)

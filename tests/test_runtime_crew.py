@@ -181,10 +181,10 @@ def test_who_works_speaks_after_every_piece_and_says_how_far_it_is() -> None:
     worker = TrainerWorker(SlowRank(clock), Sink(), said.append, clock)  # type: ignore[arg-type]
     samples = tuple(TrainSample(f"1/0/{place}", (1,), (2, 3), (0.0, 0.0), 1.0) for place in range(3))
     worker.obey(FeedSamples(1, samples))
-    assert said == [Working(1, 2, 6), Working(1, 4, 6), Working(1, 6, 6)]
+    assert said == [Working(1, 2, 6, 1.0), Working(1, 4, 6, 1.0), Working(1, 6, 6, 1.0)]
     said.clear()
     worker.obey(FinishStep(1))
-    assert said[0] == Working(1, 6, 6) and isinstance(said[1], StepFinished)
+    assert said == [Working(1, 6, 6, 1.0), StepFinished(1, {}, busy_s=4.0, untold_s=0.0)]
     said.clear()
     worker.obey(PublishWeights(1))
     assert said[:3] == [Working(None)] * 3 and said[3].version == WeightVersion(1, "abc")
@@ -249,7 +249,7 @@ def test_a_bar_shows_how_far_training_is(tmp_path: Path) -> None:
         assert world.advance() == []
     assert bars.seen == {"step 3 training": [(0, 40), (20, 40), (40, 100), (100, 100)]}
     assert bars.open == {"step 3 training"}
-    links[0].said.append(StepFinished(3, {}, 1.0))
+    links[0].said.append(StepFinished(3, {}, 1.0, 1.0))
     assert world.advance() == [StepTrained(3)] and not bars.open
     links[0].said += [Working(4, 10, 30)]
     world.advance()

@@ -79,11 +79,27 @@ def test_it_waits_for_grades_while_only_those_are_missing_and_it_has_nothing_to_
     worker.obey(FeedSamples(1, ()))  # takes two seconds
     clock.now_s += 1.0
     worker.obey(FinishStep(1, grading_s))
-    assert said == [StepFinished(1, {}, busy_s=3.0, reward_wait_s=pytest.approx(waited_s))]
+    assert said == [StepFinished(1, {}, busy_s=3.0, untold_s=1.0, reward_wait_s=pytest.approx(waited_s))]
     said.clear()
     clock.now_s += 5.0
     worker.obey(FinishStep(2, 0.5))
     assert said[0].reward_wait_s == 0.5, "what was before is of another step"
+
+
+def test_it_tells_of_its_seconds_while_it_spends_them_and_of_each_once() -> None:
+    clock, said = Clock(), list[Any]()
+    worker = TrainerWorker(cast(TrainerRank, Rank(clock, True)), Sink(), said.append, clock)
+    for step in (1, 2):
+        for _ in range(3):
+            worker.obey(FeedSamples(step, ()))
+        clock.now_s += 5.0
+        worker.tell()  # as it does where there is nothing to do
+        worker.obey(PublishWeights(step))
+        worker.obey(FinishStep(step, 0.0))
+        told = [one.busy_s for one in said if isinstance(one, Working)]
+        (finished,) = (one for one in said if isinstance(one, StepFinished))
+        assert finished.busy_s == 7.0 == sum(told) + finished.untold_s and max(told) == 2.0
+        said.clear()
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -53,10 +53,11 @@ class Ledger:
         self._present_s: dict[str, float] = defaultdict(float)
         """Of devices that left since the last closing."""
         self._booked: dict[tuple[str, str], float] = defaultdict(float)
-        self._ahead_s: dict[str, float] = defaultdict(float)
-        """Booked beyond the time there was: of a step that was closed before its last seconds were told of."""
+        self._owed_s: dict[str, float] = defaultdict(float)
+        """Booked beyond the time there was: of a step that was closed before its last seconds were told of. What rests
+        of later steps makes up for it."""
         self._rested_s: dict[str, float] = defaultdict(float)
-        """What nobody had booked when steps were closed, and nothing was made up for since."""
+        """What nobody had booked when steps were closed, and was not made up for: no more can be owed."""
 
     def arrive(self, device: str, now_s: float, rest: str = IDLE) -> None:
         """`rest`: the account of what nobody books."""
@@ -79,17 +80,14 @@ class Ledger:
             self._since_s[device] = now_s
         booked, self._booked = self._booked, defaultdict(float)
         entries = [Entry(step, device, account, seconds) for (device, account), seconds in booked.items() if seconds]
-        for entry in entries:
-            self._ahead_s[entry.device] += entry.seconds
         for device, there_s in present_s.items():
-            left_s = there_s - self._ahead_s.pop(device, 0.0)
-            if left_s < 0:
-                late_s = min(-left_s, self._rested_s[device])
-                self._rested_s[device] -= late_s
-                self._ahead_s[device] = late_s
-            elif left_s:
-                self._rested_s[device] += left_s
-                entries.append(Entry(step, device, self._rest[device], left_s))
+            left_s = there_s - sum(seconds for (one, _), seconds in booked.items() if one == device)
+            made_up_s = min(max(0.0, left_s), self._owed_s[device])
+            rest_s = max(0.0, left_s) - made_up_s
+            self._rested_s[device] += rest_s - made_up_s
+            self._owed_s[device] = min(self._owed_s[device] - made_up_s + max(0.0, -left_s), self._rested_s[device])
+            if rest_s:
+                entries.append(Entry(step, device, self._rest[device], rest_s))
         return entries
 
 

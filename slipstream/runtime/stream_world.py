@@ -323,11 +323,12 @@ class StreamWorld:
                 self._ledger.book(trainer.name, "start", time.monotonic() - self._began_s)
                 return []
             case Working():
+                self._ledger.book(trainer.name, "training", message.busy_s)
                 if trainer is self._crew.first and message.step is not None:
                     self._show_training(message)
                 return []
             case StepFinished():
-                self._ledger.book(trainer.name, "training", message.busy_s)
+                self._ledger.book(trainer.name, "training", message.untold_s)
                 self._ledger.book(trainer.name, "reward wait", message.reward_wait_s)
                 if trainer is not self._crew.first:
                     return []  # what it computed is in what the first says

@@ -59,6 +59,8 @@ class Working:
     """Of responses that have given their gradient."""
     fed_tokens: int = 0
     """Of responses that it was given so far."""
+    busy_s: float = 0.0
+    """Spent on the step since it last said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class StepFinished:
     metrics: dict[str, float]
     busy_s: float
     """Spent on this step's groups and on the update."""
+    untold_s: float
+    """Of these, what it had not told of yet."""
     reward_wait_s: float = 0.0
     """With nothing to do while only grades were missing."""
 

@@ -63,7 +63,10 @@ class TrainerWorker:
         """The one that groups were fed to, if any were."""
         self._done = self._fed = 0
         """Its response tokens: that have given their gradient, and all."""
-        self._busy_s = 0.0
+        self._busy_s = self._told_busy_s = 0.0
+        """Spent on it by messages that were obeyed, and what of it was told."""
+        self._since_s: float | None = None
+        """When it began to obey the one that is about it, if it is at one."""
         self._waits: list[tuple[float, float]] = []
         """From when to when there was nothing to do, in the step under way."""
         self._told_s = -TELL_S
@@ -73,22 +76,31 @@ class TrainerWorker:
         """That it works, unless it said so a moment ago."""
         if self._clock() - self._told_s >= TELL_S:
             self._told_s = self._clock()
-            self._say(Working(self._step, self._done, self._fed))
+            self._say(Working(self._step, self._done, self._fed, self._take_untold()))
+
+    def _take_untold(self) -> float:
+        """Seconds of the step under way, since this was last asked."""
+        busy_s = self._busy_s + (0.0 if self._since_s is None else self._clock() - self._since_s)
+        before_s, self._told_busy_s = self._told_busy_s, busy_s
+        return busy_s - before_s
 
     def obey(self, message: ToTrainer) -> None:
         started = self._clock()
         self._waits.append((self._done_s, started))
         match message:
             case FeedSamples():
+                self._since_s = started
                 self._feed(message)
-                self._busy_s += self._clock() - started
+                self._busy_s, self._since_s = self._busy_s + self._clock() - started, None
             case FinishStep():
+                self._since_s = started
                 metrics = self._finish(message)
-                busy_s, self._busy_s = self._busy_s + self._clock() - started, 0.0
+                untold_s = self._take_untold()
+                busy_s, self._busy_s, self._told_busy_s, self._since_s = self._told_busy_s, 0.0, 0.0, None
                 since_s = started - message.grading_s
                 waited_s = sum(max(0.0, to_s - max(from_s, since_s)) for from_s, to_s in self._waits)
                 self._waits.clear()
-                self._say(StepFinished(message.step, metrics, busy_s, waited_s))
+                self._say(StepFinished(message.step, metrics, busy_s, untold_s, waited_s))
             case PublishWeights():
                 if self._weights is None:
                     deque(self._told_of(self._rank.weights()), maxlen=0)  # all ranks go through them

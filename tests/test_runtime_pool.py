@@ -14,14 +14,16 @@ import pytest
 from tiny_models import group, small_llama
 from transformers import PreTrainedModel
 
+from slipstream.draft.selector import Choice, Selector
 from slipstream.engine.engine import Engine
+from slipstream.engine.strategy import Strategy
 from slipstream.models.weights import fingerprint, named_weights, write_weights
 from slipstream.observe.ledger import Ledger, shares
 from slipstream.runtime.pool import MAX_LOSSES, Pool, WorkerBroke
 from slipstream.runtime.rollout_messages import Beat, Broke, GiveBack, Grown, Here, SampleGroup, Spent
 from slipstream.runtime.rollout_worker import PastTexts, RolloutWorker
 from slipstream.schedule.allocation import Allocator, StepSeen
-from slipstream.schedule.events import Item, Sample, WorkerJoined, WorkerLeft
+from slipstream.schedule.events import DraftChosen, Item, Sample, WorkerJoined, WorkerLeft
 from slipstream.schedule.rules import MODES
 from slipstream.types import Request, Rollout, WeightVersion
 
@@ -57,14 +59,15 @@ class Clock:
 class LocalLink:
     """A worker in this process, which takes a step now and then, tells all its tokens, and can be lost."""
 
-    def __init__(self, name: str, clock: Clock, shelf: Any) -> None:
+    def __init__(self, name: str, clock: Clock, shelf: Any, selector: Selector) -> None:
         self.name, self.pid, self.log_file = name, 0, Path("log")
         self._inbox: list[Any] = []
         self._outbox: list[Any] = [Here(SLOTS, ((1, 0.01), (SLOTS, 0.02)))]
         self.is_gone = self.hangs = False
         self.clock = clock
         # It starts with other weights than any version has.
-        self.worker = RolloutWorker(engine_of(9), shelf, PastTexts(), self._outbox.append, clock)
+        say, choices = self._outbox.append, selector.take_choices
+        self.worker = RolloutWorker(engine_of(9), shelf, PastTexts(), say, clock, choices=choices)
 
     def send(self, message: object) -> None:
         self._inbox.append(message)
@@ -98,6 +101,7 @@ class Stage:
     def __init__(self, mode: str, num_workers: int, silence_s: float = 60.0, shelf: Any = None) -> None:
         self.clock, self.links, self.noted, self.said = Clock(), dict[str, LocalLink](), list[Item](), list[str]()
         self.started: list[LocalLink] = []
+        self.selector = Selector()
         self.shelf = shelf or Shelf()
         self.ledger = Ledger()
         self.pool = Pool(
@@ -112,7 +116,7 @@ class Stage:
         )
 
     def start(self, name: str) -> LocalLink:
-        self.links[name] = LocalLink(name, self.clock, self.shelf)
+        self.links[name] = LocalLink(name, self.clock, self.shelf, self.selector)
         self.started.append(self.links[name])
         return self.links[name]
 
@@ -298,6 +302,16 @@ def test_a_worker_that_cannot_start_beside_others_is_told_of_and_left_out() -> N
     stage.advance()
     assert stage.pool.num_workers == 1
     assert any("rollout-1 cannot start: CUDA out of memory" in line for line in stage.said)
+
+
+def test_what_a_worker_drafts_from_now_on_is_noted_once() -> None:
+    stage = Stage("sync", 1)
+    stage.selector.choices.append(Choice(8, Strategy(4.0, 1), "it gives more"))
+    for _ in range(8):
+        stage.advance()
+    assert [one for one in stage.noted if isinstance(one, DraftChosen)] == [
+        DraftChosen(8, "4 drafts, 1+", "it gives more")
+    ]
 
 
 def test_a_worker_tells_tokens_once_and_ignores_what_has_ended() -> None:

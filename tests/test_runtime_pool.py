@@ -59,14 +59,14 @@ class Clock:
 class LocalLink:
     """A worker in this process, which takes a step now and then, tells all its tokens, and can be lost."""
 
-    def __init__(self, name: str, clock: Clock, shelf: Any, selector: Selector) -> None:
+    def __init__(self, name: str, clock: Clock, shelf: Any, selector: Selector | None = None) -> None:
         self.name, self.pid, self.log_file = name, 0, Path("log")
         self._inbox: list[Any] = []
         self._outbox: list[Any] = [Here(SLOTS, ((1, 0.01), (SLOTS, 0.02)))]
         self.is_gone = self.hangs = False
         self.clock = clock
         # It starts with other weights than any version has.
-        say, choices = self._outbox.append, selector.take_choices
+        say, choices = self._outbox.append, (selector or Selector()).take_choices
         self.worker = RolloutWorker(engine_of(9), shelf, PastTexts(), say, clock, choices=choices)
 
     def send(self, message: object) -> None:

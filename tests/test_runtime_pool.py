@@ -7,6 +7,7 @@ other content than was published; one that is lost is started again.
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.strategy import Strategy
 from slipstream.models.weights import fingerprint, named_weights, write_weights
 from slipstream.observe.ledger import Ledger, shares
+from slipstream.runtime.drafting import draft_choices
 from slipstream.runtime.pool import MAX_LOSSES, Pool, WorkerBroke
 from slipstream.runtime.rollout_messages import Beat, Broke, GiveBack, Grown, Here, SampleGroup, Spent
 from slipstream.runtime.rollout_worker import PastTexts, RolloutWorker
@@ -66,7 +68,7 @@ class LocalLink:
         self.is_gone = self.hangs = False
         self.clock = clock
         # It starts with other weights than any version has.
-        say, choices = self._outbox.append, (selector or Selector()).take_choices
+        say, choices = self._outbox.append, partial(draft_choices, selector or Selector())
         self.worker = RolloutWorker(engine_of(9), shelf, PastTexts(), say, clock, choices=choices)
 
     def send(self, message: object) -> None:

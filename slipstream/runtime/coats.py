@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,14 @@ from slipstream.models.weights import cast_weights
 from slipstream.rng import derive_seed
 from slipstream.runtime.drafter_messages import FromMember
 from slipstream.runtime.drafter_worker import DrafterWorker
-from slipstream.runtime.drafting import build_selector, drafter_trainer_for, learns, remembers, settle_source
+from slipstream.runtime.drafting import (
+    build_selector,
+    draft_choices,
+    drafter_trainer_for,
+    learns,
+    remembers,
+    settle_source,
+)
 from slipstream.runtime.engines import choose_device, engine_around, fit_memory
 from slipstream.runtime.folder import LESSONS_FOLDER, REFERENCE_FOLDER, VERSIONS_FOLDER
 from slipstream.runtime.processes import Pipe, PipeClosed
@@ -62,7 +70,7 @@ def sample_in_process(
         slots = config.engine.max_sequences
         points = speed_points(engine, slots, config.max_length)
         drafter = drafter_worker(config, engine, name, pipe.say) if learns(config) else None
-        receiver, choices = Receiver(weights_folder, name), selector.take_choices
+        receiver, choices = Receiver(weights_folder, name), partial(draft_choices, selector)
         worker = RolloutWorker(engine, receiver, past, pipe.say, drafter=drafter, choices=choices)
         pipe.say(Here(slots, points, None if drafter is None else drafter.version))
         while not worker.is_leaving:

@@ -28,6 +28,7 @@ from slipstream.observe.metrics import draft_share_name
 from slipstream.runtime.drafters import SavedDrafter, check_fit, find_drafter
 from slipstream.runtime.folder import LESSONS_FOLDER
 from slipstream.runtime.rollouts import GradedGroup
+from slipstream.schedule.events import DraftChosen
 from slipstream.train.checkpoint import earlier_checkpoints
 from slipstream.train.trainer import Trainer
 from slipstream.types import ORIGIN_NAMES, Scored
@@ -71,6 +72,11 @@ def build_selector(config: Config) -> Selector:
     """Chooses among the ways of drafting that the recipe has."""
     ways = STRATEGIES[config.draft.source]
     return Selector([way for way in ways if way.depth <= config.draft.max_drafts])
+
+
+def draft_choices(selector: Selector) -> tuple[DraftChosen, ...]:
+    """What it has chosen since this was last asked, for the record."""
+    return tuple(DraftChosen(one.batch, str(one.strategy), one.reason) for one in selector.take_choices())
 
 
 def settle_source(config: Config, device: torch.device) -> Config:

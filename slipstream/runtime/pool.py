@@ -295,6 +295,7 @@ class Pool:
                 del self._rollouts[message.rollout.request.uid]
                 self._ended.append(message.rollout)
                 self._tell(RolloutEnded(message.rollout.request.uid, len(message.rollout.token_ids)))
+                # After who has nothing to do now was lent.
                 if self._drafter is not None and not is_evaluation(message.rollout.request.group):
                     self._drafter.tell(LessonsAdded(1))
             case Grown():

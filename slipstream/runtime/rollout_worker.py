@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from transformers import PreTrainedModel
 
-from slipstream.draft.selector import Choice
 from slipstream.draft.shelves import Text
 from slipstream.engine.engine import Engine
 from slipstream.runtime.drafter_messages import ToMember
@@ -81,7 +80,7 @@ class RolloutWorker:
         say: Callable[[FromRolloutWorker], None],
         clock: Callable[[], float] = time.monotonic,
         drafter: DrafterWorker | None = None,
-        choices: Callable[[], Sequence[Choice]] = tuple,
+        choices: Callable[[], tuple[DraftChosen, ...]] = tuple,
     ) -> None:
         """`drafter`: None where none learns. `choices`: of ways to draft, since they were last asked for."""
         self._engine, self._weights, self._past, self._say, self._clock = engine, weights, past, say, clock
@@ -187,8 +186,7 @@ class RolloutWorker:
         drafts = self._engine.take_draft_counts() if self._engine.drafter is not None else None
         before, self._told_facts = self._told_facts, self._engine.facts()
         num_tokens = self._told_facts.decode_tokens - before.decode_tokens
-        choices = tuple(DraftChosen(one.batch, str(one.strategy), one.reason) for one in self._choices())
-        self._say(Beat(self._spent, num_tokens, drafts, self._paces, choices))
+        self._say(Beat(self._spent, num_tokens, drafts, self._paces, self._choices()))
         self._spent, self._paces = Spent(), ()
 
     def _take_in(self, request: Request, past: tuple[Text, ...], num_tokens: int) -> None:

@@ -23,13 +23,12 @@ from slipstream.observe.ledger import Ledger, split_decoding
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.reports import Reports
 from slipstream.observe.store import RunStore
-from slipstream.runtime.drafting import draft_metrics, remember
+from slipstream.runtime.drafting import draft_choices, draft_metrics, remember
 from slipstream.runtime.evaluation import Interrupted, evaluate_sets
 from slipstream.runtime.rollouts import GradedGroup, RolloutDesk, metrics_of, scored_fact, store_groups, train_samples
 from slipstream.runtime.tail import Learning
 from slipstream.schedule.events import (
     Action,
-    DraftChosen,
     Evaluate,
     Evaluated,
     Event,
@@ -149,7 +148,7 @@ class LocalWorld:
             fact = scored_fact(group)
             self._groups[fact.position] = group
             facts.append(fact)
-        facts += [DraftChosen(one.batch, str(one.strategy), one.reason) for one in self._selector.take_choices()]
+        facts += draft_choices(self._selector)
         if self._learner is not None:
             engine = self._engine.facts()
             self._learner.tail.after_step(engine.num_running, engine.num_waiting)

@@ -3,9 +3,9 @@
     python benchmarks/drafter_arms.py runs/smollm2 --batches 1,8,64 --out drafter_arms.json
 
 The run's prompts are sampled anew, with other seeds, by its last policy: the same tokens in every way, by construction
-and checked. Each way alone, the selector among all of them, and a drafter with random weights ("poisoned") under the
-selector. Tokens/s while the batch is full, the harmonic mean of walks over other texts each, over an engine without any
-drafter.
+and checked. Each way alone, the selector among those that a run has, and a drafter with random weights ("poisoned")
+under the selector. Tokens/s while the batch is full, the harmonic mean of walks over other texts each, over an engine
+without any drafter.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from slipstream.config import load_config
 from slipstream.draft.eagle import build_draft
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.learned import ModelGuesser
-from slipstream.draft.selector import Selector
+from slipstream.draft.selector import MIXED_STRATEGIES, TREE_ROWS, Selector
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
 from slipstream.engine.engine import Engine
-from slipstream.engine.strategy import OFF, Always, DraftPolicy, Strategy
+from slipstream.engine.strategy import Always, DraftPolicy, Strategy
 from slipstream.history.format import FILE_NAME
 from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_tokenizer
@@ -44,11 +44,8 @@ from slipstream.runtime.local import still_heap
 from slipstream.runtime.prompts import load_training_problems
 from slipstream.types import Request, SamplingParams
 
-HISTORY = (Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1))
-MODEL = (Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4))
-MIXED = (Strategy(2.0, 4, 2), Strategy(4.0, 4, 4), Strategy(8.0, 4, 6))
-TREES = (Strategy(8.0, 0, 4, 3), Strategy(16.0, 0, 5, 4), Strategy(8.0, 4, 4, 3))
-TREE_BATCH = 8
+ALONE = (Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4))
+"""Of the model, whatever is known: a run that remembers texts has better."""
 SAMPLES, MAX_DRAFTS, TIMED_WALKS = 8, 32, 4
 LEARNING_WALKS = 4
 """That a selector has before it is timed, at least."""
@@ -150,7 +147,7 @@ class Bench:
 
 def compare(bench: Bench, batch: int) -> dict[str, Any]:
     plain, texts = bench.measure(batch, None, bench.taught)
-    ways = (OFF, *HISTORY, *MODEL, *MIXED, *(TREES if batch <= TREE_BATCH else ()))
+    ways = [way for way in (*MIXED_STRATEGIES, *ALONE) if way.branches == 1 or batch <= TREE_ROWS]
     arms: dict[str, dict[str, Any]] = {}
 
     def note(name: str, measured: tuple[dict[str, Any], dict[str, tuple[int, ...]]]) -> None:
@@ -160,10 +157,10 @@ def compare(bench: Bench, batch: int) -> dict[str, Any]:
         print(f"batch {batch}, {name}: {arms[name]['gain']:.2f}, {arm['tokens_a_step']:.2f} tokens a step", flush=True)
 
     def note_selector(name: str, weights: dict[str, torch.Tensor]) -> None:
-        selector = Selector(ways)
+        selector = Selector(MIXED_STRATEGIES)
         is_settled = functools.partial(selector.has_tried_all, batch)
         note(name, bench.measure(batch, selector, weights, is_settled, LEARNING_WALKS))
-        arms[name]["chosen"] = str(selector.best(batch))
+        arms[name]["chosen"] = {texts: str(selector.best(batch, texts == "repeated")) for texts in ("new", "repeated")}
         arms[name]["reasons"] = [choice.reason for choice in selector.take_choices()]
 
     for way in ways:
@@ -175,7 +172,8 @@ def compare(bench: Bench, batch: int) -> dict[str, Any]:
     same = all(arm["same_tokens"] for arm in arms.values())
     print(
         f"batch {batch}: best {best} {arms[best]['gain']:.2f}; the selector has {share:.2f} of it and chose "
-        f"{arms['selector']['chosen']}; tokens the same: {same}",
+        f"{arms['selector']['chosen']['new']}, for texts that repeat others {arms['selector']['chosen']['repeated']}; "
+        f"tokens the same: {same}",
         flush=True,
     )
     return {"batch": batch, "off": plain, "arms": arms, "selector_share": share}

@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--warmup-steps", type=int, default=160)
+    parser.add_argument("--model", type=Path, help="a checkpoint to start from, instead of the recipe's warm start")
     parser.add_argument("--max-new-tokens", type=int, default=2048)
     parser.add_argument("--sources", default="off,history", help="of draft.source; the first is what others compare to")
     parser.add_argument("--keep", type=Path, help="a new folder for the runs; without it they are removed")
@@ -96,12 +97,15 @@ def main() -> None:
     precision = resolve_precision("auto", device)
     record = describe_machine(device, precision) | {"what": "benchmarks/history_run.py", **vars(arguments)}
     record["out"], record["keep"] = arguments.out.name, arguments.keep is not None
+    record["model"] = arguments.model is not None
     sources = arguments.sources.split(",")
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
-        warm = Path(folder, "warm")
-        train(recipe, warm, f"warmup.steps={arguments.warmup_steps}", *shared, "train.steps=1", "draft.source=off")
-        model = warm / "checkpoints" / "step_1"
+        model = arguments.model
+        if model is None:
+            warm = Path(folder, "warm")
+            train(recipe, warm, f"warmup.steps={arguments.warmup_steps}", *shared, "train.steps=1", "draft.source=off")
+            model = warm / "checkpoints" / "step_1"
         runs: dict[str, list[dict[str, Any]]] = {}
         for source in sources:
             runs[source] = train(

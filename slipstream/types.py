@@ -87,6 +87,8 @@ class WeightVersion:
 
 ORIGIN_NAMES = {0: "sampled", 1: "sibling", 2: "history", 3: "own text", 4: "drafter"}
 """Where a token came from: 0 from the model alone, else from the draft of this source that was accepted."""
+TEXT_ORIGINS = (1, 2, 3)
+"""Of these, copied from a text."""
 
 
 @dataclass(frozen=True, slots=True)

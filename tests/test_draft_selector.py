@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.draft.selector import DEFAULT_STRATEGIES, MODEL_STRATEGIES, Selector
 from slipstream.engine.fitting import fitted
-from slipstream.engine.strategy import OFF, Demand, Strategy
+from slipstream.engine.strategy import OFF, Demand, StepDrafts, Strategy, are_matching
 
 World = Callable[[int, Strategy], tuple[int, float]]
 """Tokens and seconds of a step of a batch with a strategy."""
@@ -200,10 +200,10 @@ def test_texts_that_are_easy_for_every_way_make_none_look_the_best() -> None:
     """Ways are tried one after another, each on what is being sampled just then."""
     ways = [OFF, Strategy(1.0, 1), Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1)]
     shares = []
-    for seed in range(6):
+    for seed in range(12):
         alone = {way: drive(Selector([OFF, way]), texts_with(0.95, 0.6, seed), 8, 3000) for way in ways[1:]}
         shares.append(drive(Selector(ways), texts_with(0.95, 0.6, seed), 8, 3000) / max(alone.values()))
-    assert statistics.mean(shares) > 0.955 and min(shares) > 0.9
+    assert statistics.mean(shares) > 0.96 and min(shares) > 0.85
 
 
 def test_drafts_that_are_suddenly_all_wrong_are_given_up_at_once() -> None:
@@ -244,6 +244,68 @@ def test_drafts_that_pay_no_more_are_left_once_and_not_taken_again(batch: int) -
         assert len([choice for choice in selector.choices if "gives" in choice.reason]) <= 4
 
 
+# Stretches of texts that repeat others.
+
+
+def drive_stretches(selector: Selector, model_knows: bool, steps: int, seed: int = 0) -> float:
+    """One sequence that repeats a known text for two fifths of its tokens, in stretches of about 180, and is new else.
+    In a stretch a copy is right and cheap; the model drafts both alike, or nothing, for half a step. Tokens/s."""
+    dice = random.Random(seed)
+    tokens_left, is_copy, was_seen = 0, False, [False, False]
+    num_tokens, seconds = 0, 0.0
+    for _ in range(steps):
+        if tokens_left <= 0:
+            is_copy = not is_copy
+            tokens_left = dice.randint(120, 240) if is_copy else dice.randint(160, 320)
+        is_matching = was_seen.pop(0)
+        strategy = selector.choose(1, is_matching)
+        found = is_copy and strategy.looks_for_matches
+        right = int(strategy.drafts_each) if found else 0
+        if strategy.depth and not found and model_knows:
+            right = sum(dice.random() < 0.75 for _ in range(strategy.depth))
+        took = 1.0 + 0.03 * strategy.drafts_each**0.5 + (0.5 if strategy.depth else 0.0)
+        selector.observe(1, strategy, 1.0 + right, took * dice.uniform(0.98, 1.02), is_matching)
+        was_seen.append(found and right >= 2)
+        num_tokens, seconds, tokens_left = num_tokens + 1 + right, seconds + took, tokens_left - 1 - right
+    return num_tokens / seconds
+
+
+COPY, MODEL, BOTH = Strategy(8.0, 1), Strategy(4.0, 0, 4), Strategy(8.0, 4, 4)
+
+
+def test_in_a_stretch_it_copies_and_outside_it_asks_the_model() -> None:
+    alone = {way: drive_stretches(Selector([OFF, way]), True, 6000) for way in (COPY, MODEL, BOTH)}
+    selector = Selector([OFF, COPY, BOTH])
+    rate = drive_stretches(selector, True, 6000)
+    assert selector.best(1) == BOTH and selector.best(1, is_matching=True) == COPY
+    assert rate > 1.03 * max(alone.values()), "better than any one way"
+
+
+def test_a_way_that_finds_stretches_is_not_left_for_one_that_passes_them_by() -> None:
+    """Outside of a stretch a copy is never right, and to look for one costs a little; but not to look is worse."""
+    for seed in range(4):
+        selector = Selector([OFF, COPY])
+        assert drive_stretches(selector, False, 4000, seed) > 1.35
+        assert selector.best(1) == COPY and selector.best(1, is_matching=True) == COPY
+
+
+def test_both_kinds_of_texts_survive_a_checkpoint() -> None:
+    selector, other = Selector([OFF, COPY, BOTH]), Selector([OFF, COPY, BOTH])
+    drive_stretches(selector, True, 4000)
+    other.load_state_dict(json.loads(json.dumps(selector.state_dict())))
+    for is_matching in (False, True):
+        assert other.best(1, is_matching) == selector.best(1, is_matching)
+    assert other.state_dict() == selector.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("origins", "expected"),
+    [([], False), ([[], [0]], False), ([[1, 2, 0]], True), ([[4, 4, 4, 0]], False), ([[3, 3, 3, 3, 0], [0], []], True)],
+)
+def test_sequences_match_when_two_drafts_each_were_right_copies(origins: list[list[int]], expected: bool) -> None:
+    assert are_matching(origins) == expected
+
+
 # How large a step is made.
 
 
@@ -253,7 +315,7 @@ def see(demand: Demand, strategy: Strategy, batch: int, drafts: float, steps: in
     for _ in range(steps):
         asked = demand.room(strategy, batch)
         given = fitted(batch, asked) if on_gpu and asked else asked
-        demand.observe(strategy, batch, asked, given, min(given, round(drafts * batch)))
+        demand.observe(StepDrafts(batch, False, strategy, asked), given, min(given, round(drafts * batch)))
     return given
 
 

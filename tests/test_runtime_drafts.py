@@ -85,7 +85,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many drafts as fit, whatever the clock says."""
-    monkeypatch.setattr(Selector, "choose", lambda self, batch: Strategy(8.0, 1))
+    monkeypatch.setattr(Selector, "choose", lambda self, batch, is_matching: Strategy(8.0, 1))
 
 
 @pytest.mark.usefixtures("always_drafting")
@@ -105,7 +105,7 @@ def test_three_epochs_with_a_drafter_that_learns_are_three_epochs_without(
     without: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped half-way and resumed, too: the drafter goes on from its checkpoint."""
-    monkeypatch.setattr(Selector, "choose", lambda self, batch: Strategy(4.0, 0, 4))
+    monkeypatch.setattr(Selector, "choose", lambda self, batch, is_matching: Strategy(4.0, 0, 4))
     folder = tmp_path / "on"
     recipe = settings(folder, draft={"source": "drafter"}, drafter={"updates": 3, "lr": 4e-3})
     half = recipe | {"train": recipe["train"] | {"steps": 5}}
@@ -125,7 +125,7 @@ def test_three_epochs_with_a_drafter_that_learns_are_three_epochs_without(
 def test_a_run_that_trains_in_the_tail_samples_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU such an update holds up the engine, so that it is not done there but for this test; and texts lie on the
     disk."""
-    monkeypatch.setattr(Selector, "choose", lambda self, batch: Strategy(4.0, 0, 4))
+    monkeypatch.setattr(Selector, "choose", lambda self, batch, is_matching: Strategy(4.0, 0, 4))
     monkeypatch.setattr(DrafterTrainer, "trains_aside", True)
     monkeypatch.setattr(tail_module, "MOST_SLOWDOWN", 1e6)
     short = {"warmup": None, "train": settings(tmp_path)["train"] | {"steps": 2}}
@@ -163,7 +163,7 @@ def test_the_selector_of_a_run_changes_no_number_and_its_choices_are_told(
     assert (folder / "history.db").exists() and rows_of(folder)[-1]["drafter/updates"] > 2
     with RunStore(folder, read_only=True) as store:
         (event,) = store.events("DraftChosen")
-    assert event.payload == {"batch": 8, "strategy": "2 drafts, 2+", "reason": reason}
+    assert event.payload == {"batch": 8, "strategy": "2 drafts, 2+", "reason": reason, "is_matching": False}
     assert reason in (folder / "report.html").read_text()
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -30,10 +29,18 @@ from slipstream.engine.graphs import GraphPool
 from slipstream.engine.packing import DraftSizes, Launch, StepSizes
 from slipstream.engine.pages import PagePool, copy_rounds
 from slipstream.engine.sequences import PartialRollout, StepPlan
-from slipstream.engine.state import BROKEN, StepState, read_report
+from slipstream.engine.state import BROKEN, Launched, StepState, read_report
 from slipstream.engine.step import draft_step, run_step
 from slipstream.engine.stopping import Decode, StopTexts
-from slipstream.engine.strategy import OFF, Demand, DraftCounts, DraftPolicy, Strategy
+from slipstream.engine.strategy import (
+    OFF,
+    Demand,
+    DraftCounts,
+    DraftPolicy,
+    StepDrafts,
+    Strategy,
+    are_matching,
+)
 from slipstream.models.cached import KVPages
 from slipstream.models.precision import check_batch_invariance, use_batch_invariant_products
 from slipstream.models.recognise import fuse, is_fused
@@ -55,24 +62,6 @@ RunningSequences = Literal["keep", "wait", "abort"]
 
 class BrokenLogits(RuntimeError):
     """The model gave logits that are not numbers. The sequences named were dropped; the engine goes on with others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step on its way: what it will report, and when."""
-
-    plan: StepPlan
-    batch: int
-    """Sequences that were running when it was planned."""
-    strategy: Strategy
-    room: int
-    """Drafts that there was to be room for, before sizes were rounded."""
-    was_prepared: bool
-    """Whether its CUDA graph was there already, if it has one."""
-    version: int
-    report: Tensor
-    done: torch.cuda.Event | float
-    """When the report is there: an event of the GPU, or the time on a CPU."""
 
 
 class Engine:
@@ -127,7 +116,7 @@ class Engine:
         self.drafter, self.policy = drafter, policy
         if drafter is not None:
             drafter.attach(model, self._pages, max_length)
-        self._demand = Demand()
+        self._demand, self._are_matching = Demand(), False
         self._last_done: torch.cuda.Event | float | None = None
         """When the step before the next one to be read was done, if nothing came between."""
         self._min_rows = 1 if self.fusion is not None and self.fusion.any_height else MIN_STEP_TOKENS
@@ -159,12 +148,10 @@ class Engine:
         if not self._paused and self._batcher.has_work:
             assert self._storage_bytes is None, "the engine's weights were put to sleep; apply_weights first"
             started, made_s = time.perf_counter(), self._making_s
-            batch = max(1, self._batcher.num_running)
-            strategy = OFF if self.policy is None else self.policy.choose(batch)
-            room = self._demand.room(strategy, batch)
-            plan = self._batcher.plan(room, self._state.max_drafts)
+            drafts = self._decide_drafts()
+            plan = self._batcher.plan(drafts.room, self._state.max_drafts)
             try:
-                self._launch(plan, batch, strategy, room)
+                self._launch(plan, drafts)
             except Exception:
                 self._forget_launched(plan)
                 raise
@@ -301,7 +288,12 @@ class Engine:
         finally:
             self._batcher.admits_fresh = True
 
-    def _launch(self, plan: StepPlan, batch: int, strategy: Strategy, room: int) -> None:
+    def _decide_drafts(self) -> StepDrafts:
+        batch, is_matching = max(1, self._batcher.num_running), self._are_matching
+        strategy = OFF if self.policy is None else self.policy.choose(batch, is_matching)
+        return StepDrafts(batch, is_matching, strategy, self._demand.room(strategy, batch))
+
+    def _launch(self, plan: StepPlan, drafts: StepDrafts) -> None:
         """Tell the device what changes and start the step; returns before a GPU is done with it."""
         for pairs in copy_rounds(plan.copies):
             copies = torch.tensor(pairs)
@@ -311,11 +303,11 @@ class Engine:
         self._state.apply(plan)
         if self.drafter is not None:
             self.drafter.follow(plan)
-            self.drafter.tune(strategy)
+            self.drafter.tune(drafts.strategy)
         if not plan.num_tokens:
             return
-        was_prepared = self._run_step(plan, strategy)
-        self._unread.append(self._request_report(plan, batch, strategy, room, was_prepared))
+        was_prepared = self._run_step(plan, drafts.strategy)
+        self._unread.append(self._request_report(plan, drafts, was_prepared))
         self._num_forwards += 1
         self._prefill_tokens += plan.num_prefilled
 
@@ -393,7 +385,8 @@ class Engine:
         else:
             seconds = launched.done - before  # type: ignore[operator]
         tokens_each = sum(num_tokens) / len(num_tokens)
-        self.policy.observe(len(plan.samplers), launched.strategy, tokens_each, seconds)
+        drafts = launched.drafts
+        self.policy.observe(len(plan.samplers), drafts.strategy, tokens_each, seconds, drafts.is_matching)
 
     def _withdraw(self, uid: str) -> PartialRollout:
         partial = self._batcher.withdraw(uid)
@@ -401,17 +394,15 @@ class Engine:
             self.drafter.forget(uid)
         return partial
 
-    def _request_report(
-        self, plan: StepPlan, batch: int, strategy: Strategy, room: int, was_prepared: bool
-    ) -> Launched:
+    def _request_report(self, plan: StepPlan, drafts: StepDrafts, was_prepared: bool) -> Launched:
         report, version = self._state.report, self._version.number
         if self.device.type != "cuda":
-            return Launched(plan, batch, strategy, room, was_prepared, version, report.clone(), time.perf_counter())
+            return Launched(plan, drafts, was_prepared, version, report.clone(), time.perf_counter())
         host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
         host.copy_(report, non_blocking=True)
         done = torch.cuda.Event(enable_timing=True)
         done.record()
-        return Launched(plan, batch, strategy, room, was_prepared, version, host, done)
+        return Launched(plan, drafts, was_prepared, version, host, done)
 
     def _forget_launched(self, plan: StepPlan) -> None:
         """A launch failed half-way: what is running is computed again from the tokens that are known."""
@@ -440,8 +431,8 @@ class Engine:
             for rollout in finished:
                 self.drafter.forget(rollout.request.uid)
             self._draft_counts.add(report.num_drafted, report.origins)
-            given, drafted = launched.plan.num_drafts, sum(report.num_drafted)
-            self._demand.observe(launched.strategy, launched.batch, launched.room, given, drafted)
+            self._are_matching = are_matching(report.origins)
+            self._demand.observe(launched.drafts, launched.plan.num_drafts, sum(report.num_drafted))
         self._tell_policy(launched, report.tokens)
         if broken:
             raise BrokenLogits(

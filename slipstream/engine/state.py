@@ -23,6 +23,7 @@ from torch import Tensor
 
 from slipstream.engine.batcher import MAX_STOP_TOKENS
 from slipstream.engine.sequences import Seat, StepPlan
+from slipstream.engine.strategy import StepDrafts
 from slipstream.rng import MASK32
 from slipstream.types import SamplingParams
 
@@ -175,6 +176,20 @@ def _sampling_fields(sampling: SamplingParams) -> dict[str, int]:
         "top_p": _float_bits(sampling.top_p),
         "min_p": _float_bits(sampling.min_p),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way: what it will report, and when."""
+
+    plan: StepPlan
+    drafts: StepDrafts
+    was_prepared: bool
+    """Whether its CUDA graph was there already, if it has one."""
+    version: int
+    report: Tensor
+    done: torch.cuda.Event | float
+    """When the report is there: an event of the GPU, or the time on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)

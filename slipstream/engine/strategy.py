@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
+
+from slipstream.types import TEXT_ORIGINS
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,11 @@ class Strategy:
     """How many tokens a learned drafter goes ahead where nothing matched; 0: it is not asked."""
     branches: int = 1
     """Alternatives that it pursues at each of them: from 2 on, drafts are a tree."""
+
+    @property
+    def looks_for_matches(self) -> bool:
+        """In texts that are known: whether it would find out that a sequence repeats one."""
+        return self.drafts_each > 0 and self.min_match > 0
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
@@ -39,12 +46,26 @@ class Strategy:
 OFF = Strategy(0.0)
 
 
-class DraftPolicy(Protocol):
-    def choose(self, batch: int) -> Strategy:
-        """For a step of so many sequences."""
+MATCHING = 2.0
+"""Right drafts from texts that a sequence must have had in a step, on average, for sequences to count as matching."""
 
-    def observe(self, batch: int, strategy: Strategy, tokens_each: float, seconds: float) -> None:
-        """A step of `batch` sequences and nothing else gave each so many tokens on average, in `seconds`."""
+
+def are_matching(origins: Iterable[Sequence[int]]) -> bool:
+    """Whether sequences repeat texts that are known, by where the tokens of their last step came from."""
+    lines = [line for line in origins if line]
+    num_copied = sum(origin in TEXT_ORIGINS for line in lines for origin in line)
+    return num_copied >= MATCHING * max(1, len(lines))
+
+
+class DraftPolicy(Protocol):
+    def choose(self, batch: int, is_matching: bool = False) -> Strategy:
+        """For a step of so many sequences, which were just found to repeat known texts, or not."""
+
+    def observe(
+        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
+    ) -> None:
+        """A step of `batch` sequences and nothing else gave each so many tokens on average, in `seconds`; it was chosen
+        when they were found to repeat known texts, or not."""
 
 
 class Always:
@@ -53,11 +74,26 @@ class Always:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
 
-    def choose(self, batch: int) -> Strategy:
+    def choose(self, batch: int, is_matching: bool = False) -> Strategy:
         return self._strategy
 
-    def observe(self, batch: int, strategy: Strategy, tokens_each: float, seconds: float) -> None:
+    def observe(
+        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
+    ) -> None:
         pass
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """How a step drafts, decided before it was planned."""
+
+    batch: int
+    """Sequences that were running."""
+    is_matching: bool
+    """Whether they were found to repeat known texts."""
+    strategy: Strategy
+    room: int
+    """Drafts that there was to be room for, before sizes were rounded."""
 
 
 MARGIN = 1.2
@@ -93,16 +129,16 @@ class Demand:
             less, still_less = still_less, less
         return math.ceil(each * batch)
 
-    def observe(self, strategy: Strategy, batch: int, asked: int, given: int, num_drafted: int) -> None:
-        """A step for which room was `asked` had room for `given` drafts, and had `num_drafted`."""
+    def observe(self, step: StepDrafts, given: int, num_drafted: int) -> None:
+        """A step that was to have room for some drafts had room for `given`, and had `num_drafted`."""
         if not given:
             return
-        before = self._each[strategy]
+        before = self._each[step.strategy]
         if num_drafted >= given - 1:
             # From what was asked, not from what was given: sizes that are rounded down would never be left again.
-            self._each[strategy] = max(before, REGROWTH * max(asked, num_drafted) / batch)
+            self._each[step.strategy] = max(before, REGROWTH * max(step.room, num_drafted) / step.batch)
         else:
-            self._each[strategy] = 0.8 * before + 0.2 * MARGIN * num_drafted / batch
+            self._each[step.strategy] = 0.8 * before + 0.2 * MARGIN * num_drafted / step.batch
 
 
 @dataclass(slots=True)

@@ -218,15 +218,18 @@ def _drafts(run_dir: Path, store: RunStore, metrics: Metrics) -> str:
     choices = [event.payload for event in store.events("DraftChosen")]
     if not choices:
         return html
-    newest: dict[int, list[str]] = {}
+    newest: dict[tuple[int, bool], list[str]] = {}
     for choice in choices:
         most = 1 << (int(choice["batch"]) - 1).bit_length()  # sizes that the selector judges together
         least = most // 2 + 1
-        if "is not tried" in choice["reason"] and most in newest:
+        is_matching = bool(choice.get("is_matching"))  # older runs have none
+        if "is not tried" in choice["reason"] and (most, is_matching) in newest:
             continue  # says nothing new of what was chosen
         sizes = str(most) if least >= most else f"{least}-{most}"
-        newest[most] = [sizes, choice["strategy"], choice["reason"]]
-    table = page.table(("sequences", "way of drafting", "why"), [newest[most] for most in sorted(newest)])
+        texts = "repeat others" if is_matching else "new"
+        newest[most, is_matching] = [sizes, texts, choice["strategy"], choice["reason"]]
+    rows = [newest[key] for key in sorted(newest)]
+    table = page.table(("sequences", "texts", "way of drafting", "why"), rows)
     return html + page.card("What pays, by how many sequences run", table, "the last choice of each; all are events")
 
 

@@ -76,7 +76,9 @@ def build_selector(config: Config) -> Selector:
 
 def draft_choices(selector: Selector) -> tuple[DraftChosen, ...]:
     """What it has chosen since this was last asked, for the record."""
-    return tuple(DraftChosen(one.batch, str(one.strategy), one.reason) for one in selector.take_choices())
+    return tuple(
+        DraftChosen(one.batch, str(one.strategy), one.reason, one.is_matching) for one in selector.take_choices()
+    )
 
 
 def settle_source(config: Config, device: torch.device) -> Config:

@@ -74,6 +74,8 @@ class DraftChosen:
     batch: int
     strategy: str
     reason: str
+    is_matching: bool = False
+    """Whether this is for when they repeat known texts."""
 
 
 Event = RunBegan | GroupScored | StepTrained | WeightsLive | Evaluated | Saved | StopAsked | DraftChosen

@@ -1,6 +1,7 @@
 """Ways of drafting side by side, with a run's own policy, drafter and history, and what the selector makes of them.
 
     python benchmarks/drafter_arms.py runs/smollm2 --batches 1,8,64 --out drafter_arms.json
+    python benchmarks/drafter_arms.py runs/smollm2 --steps steps.json.gz  # for benchmarks/selector_replay.py
 
 The run's prompts are sampled anew, with other seeds, by its last policy: the same tokens in every way, by construction
 and checked. Each way alone, the selector among those that a run has, and a drafter with random weights ("poisoned")
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gzip
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,20 @@ ALONE = (Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4))
 SAMPLES, MAX_DRAFTS, TIMED_WALKS = 8, 32, 4
 LEARNING_WALKS = 4
 """That a selector has before it is timed, at least."""
+
+
+class Recorded(Always):
+    """What each step of a way gave, and how long it took."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        self.strategy = strategy
+        self.steps: list[tuple[int, float, float]] = []
+
+    def observe(
+        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
+    ) -> None:
+        self.steps.append((batch, round(tokens_each, 3), round(seconds * 1e6, 1)))
 
 
 class Bench:
@@ -138,6 +155,8 @@ class Bench:
                 if is_prepared and is_settled():
                     break
             engine.take_draft_counts()
+            if isinstance(policy, Recorded):
+                policy.steps.clear()
             done = [self.walk(engine, batch, number) for number in range(TIMED_WALKS)]
         counts = engine.take_draft_counts()
         tokens = counts.num_tokens / counts.num_rows if counts.num_rows else 1.0
@@ -145,7 +164,8 @@ class Bench:
         return result, {uid: text for _, texts in done for uid, text in texts.items()}
 
 
-def compare(bench: Bench, batch: int) -> dict[str, Any]:
+def compare(bench: Bench, batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How fast each way was, and its steps."""
     plain, texts = bench.measure(batch, None, bench.taught)
     ways = [way for way in (*MIXED_STRATEGIES, *ALONE) if way.branches == 1 or batch <= TREE_ROWS]
     arms: dict[str, dict[str, Any]] = {}
@@ -163,8 +183,9 @@ def compare(bench: Bench, batch: int) -> dict[str, Any]:
         arms[name]["chosen"] = {texts: str(selector.best(batch, texts == "repeated")) for texts in ("new", "repeated")}
         arms[name]["reasons"] = [choice.reason for choice in selector.take_choices()]
 
-    for way in ways:
-        note(str(way), bench.measure(batch, Always(way), bench.taught))
+    recorded = [Recorded(way) for way in ways]
+    for policy in recorded:
+        note(str(policy.strategy), bench.measure(batch, policy, bench.taught))
     best = max(arms, key=lambda name: arms[name]["gain"])
     note_selector("selector", bench.taught)
     note_selector("selector, poisoned", bench.poisoned)
@@ -176,7 +197,8 @@ def compare(bench: Bench, batch: int) -> dict[str, Any]:
         f"tokens the same: {same}",
         flush=True,
     )
-    return {"batch": batch, "off": plain, "arms": arms, "selector_share": share}
+    steps = [{"way": astuple(policy.strategy), "steps": policy.steps} for policy in recorded]
+    return {"batch": batch, "off": plain, "arms": arms, "selector_share": share}, {"batch": batch, "ways": steps}
 
 
 def main() -> None:
@@ -186,14 +208,20 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--waves", type=int, default=3, help="sequences for each place in the batch, one after another")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=Path, help="write the steps of every way here, gzipped")
     arguments = parser.parse_args()
     bench = Bench(arguments.run, arguments.new_tokens, arguments.waves)
     record = describe_machine(bench.model.device, bench.dtype)
     record |= {"what": "benchmarks/drafter_arms.py", "kind": bench.kind, "prompts": len(bench.prompts), "rows": []}
+    steps = []
     for batch in map(int, arguments.batches.split(",")):
-        record["rows"].append(compare(bench, batch))
+        row, of_ways = compare(bench, batch)
+        record["rows"].append(row)
+        steps.append(of_ways)
         if arguments.out:
             arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+        if arguments.steps:
+            arguments.steps.write_bytes(gzip.compress(json.dumps(steps).encode(), mtime=0))
 
 
 if __name__ == "__main__":

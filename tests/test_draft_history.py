@@ -100,7 +100,9 @@ class Told(Always):
         super().__init__(strategy)
         self.steps: list[tuple[int, float]] = []
 
-    def observe(self, batch: int, strategy: Strategy, tokens_each: float, seconds: float) -> None:
+    def observe(
+        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
+    ) -> None:
         assert seconds > 0
         self.steps.append((batch, tokens_each))
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from stream_workers import borrow
-from test_stream_versions import step
 from tiny_models import small_llama
+from weight_versions import step
 
 from slipstream.models.weights import fingerprint, named_weights
 from slipstream.stream.editions import RefusedWeights

@@ -59,7 +59,6 @@ class Recorded(Always):
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
-        self.strategy = strategy
         self.steps: list[tuple[int, float, float]] = []
 
     def observe(

@@ -4,9 +4,9 @@
 
 Every way went through the same texts (`drafter_arms.py --steps`), so a place in them is the share of all tokens that
 came before. The selector chooses, the step of that way at this place happens, and the place moves on; as the engine on
-a GPU it learns of a match three steps later. Four rounds of the texts, begun at twelve places; against the best of all
-ways that were recorded. Also with a drafter that is never right ("poisoned"), without one ("history"), and where no
-draft is ever right ("nothing"). What is not in it: how large steps are made, and graphs to be captured.
+a GPU it is told of a step when two more have begun. Four rounds of the texts, begun at twelve places; against the best
+of all ways that were recorded. Also with a drafter that is never right ("poisoned"), without one ("history"), and where
+no draft is ever right ("nothing"). What is not in it: how large steps are made, and graphs to be captured.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import gzip
 import json
 import statistics
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from slipstream.engine.strategy import MATCHING, OFF, Strategy
 
 Step = tuple[int, float, float]
 """Sequences, tokens of each, microseconds."""
-ROUNDS, STARTS, STEPS_LATE = 4, 12, 2
+ROUNDS, STARTS, STEPS_AHEAD = 4, 12, 2
 WORLDS = ("as recorded", "poisoned", "history", "nothing")
 COPY = Strategy(8.0, 1)
 """Shows where texts repeat others."""
@@ -67,16 +68,20 @@ def world_of(recorded: dict[Strategy, list[Step]], world: str) -> dict[Strategy,
 
 def rounds(walks: dict[Strategy, Walk], ways: Sequence[Strategy], batch: int) -> list[float]:
     """Microseconds of each."""
-    selector, matches, taken = Selector(ways), [False] * STEPS_LATE, []
+    selector, is_matching, taken = Selector(ways), False, []
+    unread: deque[tuple[Strategy, float, float, bool, bool]] = deque()
     for _ in range(ROUNDS):
         place, took = 0.0, 0.0
         while place < 1:
-            is_matching = matches.pop(0)
             way = selector.choose(batch, is_matching)
             size, tokens, microseconds = walks[way].at(place)
+            # A way with few drafts is taken to see as much of a stretch, but for what goes beyond its drafts.
             copied = min(walks[COPY].at(place)[1] - 1, way.drafts_each)
-            matches.append(way.looks_for_matches and copied >= MATCHING)
-            selector.observe(batch, way, tokens, microseconds / 1e6, is_matching)
+            matches = way.looks_for_matches and copied >= MATCHING
+            unread.append((way, tokens, microseconds / 1e6, is_matching, matches))
+            if len(unread) > STEPS_AHEAD:
+                *seen, was_matching, is_matching = unread.popleft()
+                selector.observe(batch, *seen, was_matching)
             took += microseconds
             place += size * tokens / walks[way].num_tokens
         taken.append(took)

@@ -98,7 +98,9 @@ PURE = {
         "slipstream.engine.strategy",
     ],
     "history": [f"slipstream.history.{name}" for name in ("cache", "eviction", "format", "store", "takeover")],
-    "draft": [f"slipstream.draft.{name}" for name in ("shelves", "selector", "throttle", "votes", "workloads")],
+    "draft": [
+        f"slipstream.draft.{name}" for name in ("bucket", "shelves", "selector", "throttle", "votes", "workloads")
+    ],
     "stream": [f"slipstream.stream.{name}" for name in ("editions", "fanout", "shelf")],
     "train": ["slipstream.train.algorithms", "slipstream.train.packing"],
     "tasks": [

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 import statistics
+from collections import deque
 from collections.abc import Callable
 
 import pytest
 
 from slipstream.draft.selector import DEFAULT_STRATEGIES, MODEL_STRATEGIES, Selector
 from slipstream.engine.fitting import fitted
-from slipstream.engine.strategy import OFF, Demand, StepDrafts, Strategy, are_matching
+from slipstream.engine.strategy import MATCHING, OFF, Demand, StepDrafts, Strategy, are_matching
 
 World = Callable[[int, Strategy], tuple[int, float]]
 """Tokens and seconds of a step of a batch with a strategy."""
@@ -215,7 +216,7 @@ def test_drafts_that_are_suddenly_all_wrong_are_given_up_at_once() -> None:
         assert selector.best(8).drafts_each >= 4
         rates.append(drive(selector, texts_with(0.02, 0.02, seed), 8, 400) / 8)
         assert drive(selector, texts_with(0.02, 0.02, seed), 8, 2000) > 0.98 * 8 and selector.best(8) == OFF
-    assert statistics.mean(rates) > 0.92 and min(rates) > 0.89
+    assert statistics.mean(rates) > 0.91 and min(rates) > 0.89
 
 
 @pytest.mark.parametrize("batch", [8, 64])
@@ -247,27 +248,37 @@ def test_drafts_that_pay_no_more_are_left_once_and_not_taken_again(batch: int) -
 # Stretches of texts that repeat others.
 
 
-def drive_stretches(selector: Selector, model_knows: bool, steps: int, seed: int = 0) -> float:
-    """One sequence that repeats a known text for two fifths of its tokens, in stretches of about 180, and is new else.
-    In a stretch a copy is right and cheap; the model drafts both alike, or nothing, for half a step. Tokens/s."""
+def drive_stretches(selector: Selector, model_knows: bool, steps: int, seed: int = 0, batch: int = 1) -> float:
+    """Sequences that repeat a known text for half of their tokens, in stretches of about 400, and are new else. In a
+    stretch a copy is right and cheap; the model drafts both alike, or nothing, for half a step. As on a GPU, a step is
+    told of when two more were chosen. Tokens a second and sequence."""
     dice = random.Random(seed)
-    tokens_left, is_copy, was_seen = 0, False, [False, False]
+    lefts, are_copies, is_matching = [0] * batch, [dice.random() < 0.5 for _ in range(batch)], False
+    unread: deque[tuple[Strategy, float, float, bool, bool]] = deque()
     num_tokens, seconds = 0, 0.0
     for _ in range(steps):
-        if tokens_left <= 0:
-            is_copy = not is_copy
-            tokens_left = dice.randint(120, 240) if is_copy else dice.randint(160, 320)
-        is_matching = was_seen.pop(0)
-        strategy = selector.choose(1, is_matching)
-        found = is_copy and strategy.looks_for_matches
-        right = int(strategy.drafts_each) if found else 0
-        if strategy.depth and not found and model_knows:
-            right = sum(dice.random() < 0.75 for _ in range(strategy.depth))
+        strategy = selector.choose(batch, is_matching)
+        num_copied = num_right = 0
+        for row in range(batch):
+            if lefts[row] <= 0:
+                are_copies[row] = not are_copies[row]
+                lefts[row] = dice.randint(300, 500) if are_copies[row] else dice.randint(250, 450)
+            right = 0
+            if are_copies[row] and strategy.looks_for_matches:
+                right = int(strategy.drafts_each)
+                num_copied += right
+            elif strategy.depth and model_knows:
+                right = sum(dice.random() < 0.75 for _ in range(strategy.depth))
+            num_right += right
+            lefts[row] -= 1 + right
         took = 1.0 + 0.03 * strategy.drafts_each**0.5 + (0.5 if strategy.depth else 0.0)
-        selector.observe(1, strategy, 1.0 + right, took * dice.uniform(0.98, 1.02), is_matching)
-        was_seen.append(found and right >= 2)
-        num_tokens, seconds, tokens_left = num_tokens + 1 + right, seconds + took, tokens_left - 1 - right
-    return num_tokens / seconds
+        matches = num_copied >= MATCHING * batch
+        unread.append((strategy, 1.0 + num_right / batch, took * dice.uniform(0.98, 1.02), is_matching, matches))
+        if len(unread) > 2:
+            *seen, was_matching, is_matching = unread.popleft()
+            selector.observe(batch, *seen, was_matching)
+        num_tokens, seconds = num_tokens + batch + num_right, seconds + took
+    return num_tokens / batch / seconds
 
 
 COPY, MODEL, BOTH = Strategy(8.0, 1), Strategy(4.0, 0, 4), Strategy(8.0, 4, 4)
@@ -296,6 +307,31 @@ def test_both_kinds_of_texts_survive_a_checkpoint() -> None:
     for is_matching in (False, True):
         assert other.best(1, is_matching) == selector.best(1, is_matching)
     assert other.state_dict() == selector.state_dict()
+
+
+def test_a_quiet_while_is_no_reason_to_stop_looking() -> None:
+    """Of four sequences none repeats another now and then, for longer than a window."""
+    for seed in range(3):
+        selector = Selector([OFF, COPY])
+        assert drive_stretches(selector, False, 3000, seed, batch=4) > 1.35 and selector.best(4) == COPY
+
+
+def test_what_was_saved_before_much_was_known_is_learned_anew() -> None:
+    """A batch that comes to be of another size in a stretch: nothing is known of that size, in stretches or outside."""
+    selector, other = Selector([OFF, COPY]), Selector([OFF, COPY])
+    selector.choose(8, is_matching=True)
+    drive(selector, world_with(0.9, 0.01), 8, 300)
+    assert selector.best(8) == COPY
+    other.load_state_dict(json.loads(json.dumps(selector.state_dict())))
+    assert other.best(8) == other.best(8, is_matching=True) == COPY
+    fewer = Selector([OFF, BOTH])
+    fewer.load_state_dict(selector.state_dict())
+    assert fewer.best(8) == OFF, "what was best is no choice any more"
+    for one in (other, fewer):
+        for _ in range(200):
+            strategy = one.choose(8, is_matching=True)
+            one.observe(8, strategy, 1.0 + strategy.drafts_each, 1.0, True)
+        assert one.best(8, is_matching=True).drafts_each == 8
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,10 @@ class Always:
     """The policy of one strategy, for measurements and tests."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+        self.strategy = strategy
 
     def choose(self, batch: int, is_matching: bool = False) -> Strategy:
-        return self._strategy
+        return self.strategy
 
     def observe(
         self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False

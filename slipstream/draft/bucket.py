@@ -1,0 +1,190 @@
+"""What is known of ways of drafting for one size of batch: what they give, what they cost, which is best. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slipstream.engine.strategy import OFF, Strategy
+
+WINDOW, WINDOW_ROWS, WINDOW_ALONE = 15, 192, 384
+"""Steps of one way that show how it does now, and so many more in small batches that sequences and steps together make
+this many; of a sequence alone still more, so that there are several texts among them."""
+SETTLING = 2 * WINDOW
+"""Steps after which a way that was just taken takes as long as it will."""
+HOPELESS_AT_BEST = 0.97
+"""A way is not even tried if it could give no more than this."""
+CLEARLY = 1.03
+"""So many times faster another way has to be before it takes over; to stop drafting, just faster."""
+FOUND_AFTER = 3
+"""Steps of a stretch that have run when the first of them is read."""
+SEEN_ROWS = 2048
+"""Sequences and steps, after which what stretches of repeated text brought is half forgotten."""
+MANY_DRAFTS, FEW_ROWS = 8, 32
+"""More drafts each than this are tried with up to so many sequences only, and once half as many have proved best."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """Steps in stretches of repeated text, and outside of those ways that look for it, sums: what it is worth to look."""
+
+    tokens: float = 0.0
+    """A sequence; in all such steps."""
+    seconds: float = 0.0
+    tokens_outside: float = 0.0
+    """In those outside of a stretch."""
+    seconds_outside: float = 0.0
+    num_rows: float = 0.0
+
+    def add(self, batch: int, tokens: float, seconds: float, is_outside: bool) -> None:
+        keep = 0.5 if self.num_rows > SEEN_ROWS else 1.0
+        self.num_rows = keep * self.num_rows + batch
+        self.tokens, self.seconds = keep * self.tokens + tokens, keep * self.seconds + seconds
+        self.tokens_outside = keep * self.tokens_outside + tokens * is_outside
+        self.seconds_outside = keep * self.seconds_outside + seconds * is_outside
+
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def worth_of_passing_by(self) -> float:
+        """Of a token outside, in those of a way that sees: less than one if stretches bring more than other texts."""
+        if not self.tokens_outside:
+            return 1.0
+        return min(1.0, self.tokens_outside / self.seconds_outside * self.seconds / self.tokens)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """What is known of one size of batch, in stretches of repeated text or outside.
+
+    Ways are measured at different times, and steps take longer as texts grow: so what a way costs is its time against
+    that of the best way just then, and what was measured early is still right late.
+    """
+
+    ways: Sequence[Strategy]
+    """That may be tried."""
+    size: int
+    """The most sequences."""
+    window: int
+    """Steps that show how the best way does now."""
+    worth_of_passing_by: float = 1.0
+    """What a token of a way that does not look for repeated text counts."""
+    right: dict[Strategy, deque[float]] = field(default_factory=dict)
+    """By way: right drafts a sequence in each step of its last trial; of the best one, in its last steps."""
+    costs: dict[Strategy, float] = field(default_factory=dict)
+    """By way: the time of a step, in units that all ways share."""
+    unit_s: float = 0.0
+    """Seconds of a unit now."""
+    best: Strategy = OFF
+    taken_at: int = -SETTLING
+    """The step since which it is."""
+    best_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Seconds of the last steps of the best way."""
+    trial: Strategy | None = None
+    trial_length: int = 0
+    trial_steps: list[tuple[float, float]] = field(default_factory=list)
+    """Tokens a sequence, and seconds."""
+    tried_at: dict[Strategy, int] = field(default_factory=dict)
+    """By way: the step of its last trial."""
+    left_out: set[Strategy] = field(default_factory=set)
+    """Ways that could not win when their turn came; for the record, they are looked at again."""
+    num_steps: int = 0
+    since_trial: int = 0
+    contender: Strategy | None = None
+    """A way that was just tried, while it is seen what the best one gives after that."""
+
+    def untried(self) -> list[Strategy]:
+        most = max(MANY_DRAFTS, 2 * self.best.drafts_each)
+        return [
+            way
+            for way in self.ways
+            if way not in self.costs and way.drafts_each <= most and self.hope(way) >= HOPELESS_AT_BEST
+        ]
+
+    def hope(self, way: Strategy) -> float:
+        """The rate that a way may have at best, against that of the best way, by those of its kind with fewer drafts:
+        more drafts bring less each, and cost no less each. Infinite while nothing speaks against it."""
+        kind = sorted(
+            (one for one in self.costs if one.kind == way.kind and 0 < one.drafts_each < way.drafts_each),
+            key=lambda one: one.drafts_each,
+        )
+        if not kind or self.best not in self.costs:
+            return math.inf
+        last, before = kind[-1], kind[-2] if len(kind) > 1 else OFF
+        more = (way.drafts_each - last.drafts_each) / (last.drafts_each - before.drafts_each)
+        # As if one sequence more had had all its drafts right: a few steps may miss what comes in bursts.
+        right, num_rows = self.right[last], len(self.right[last]) * self.size
+        tokens = 1.0 + (sum(right) * self.size + last.drafts_each) / (num_rows + 1)
+        tokens = max(tokens, self.tokens(last, errors=1.0))
+        tokens += more * max(0.0, tokens - (self.tokens(before) if before in self.costs else 1.0))
+        cost = self.costs[last]
+        if before != OFF:  # from none to some there is a step, which says nothing about more
+            cost += more * max(0.0, cost - self.costs[before])
+        return self.worth(way) * tokens / (cost * self.unit_s) / self.rate(self.best)
+
+    def worth(self, way: Strategy) -> float:
+        """Of one of its tokens."""
+        return 1.0 if way.looks_for_matches else self.worth_of_passing_by
+
+    def tokens(self, way: Strategy, errors: float = 0.0) -> float:
+        """A step and sequence now; with so many standard errors more."""
+        right = self.right[way]
+        return 1.0 + max(0.0, statistics.fmean(right) + (errors * _error_of(right) if errors else 0.0))
+
+    def rate(self, way: Strategy, errors: float = 0.0) -> float:
+        """Tokens a second and sequence, as they count."""
+        return self.worth(way) * self.plain_rate(way, errors)
+
+    def plain_rate(self, way: Strategy, errors: float = 0.0) -> float:
+        return self.tokens(way, errors) / (self.costs[way] * self.unit_s)
+
+    def follow_best(self, tokens: float, seconds: float) -> None:
+        """A step of the best way gave a sequence so many. How long it took says more about the way at first, whose
+        steps come to be as large as its drafts need, and later about the time."""
+        self.right[self.best].append(tokens - 1.0)
+        self.best_s.append(seconds)
+        if self.num_steps - self.taken_at <= SETTLING:
+            self.costs[self.best] = statistics.median(self.best_s) / self.unit_s
+        else:
+            self.unit_s = statistics.median(self.best_s) / self.costs[self.best]
+
+    def learn(self, strategy: Strategy, steps: Sequence[tuple[float, float]]) -> None:
+        """What a trial showed. The first way of all makes the unit."""
+        self.right[strategy] = deque((tokens - 1.0 for tokens, _ in steps), maxlen=self.window)
+        typical_s = statistics.median(seconds for _, seconds in steps)  # a single step may take any time
+        self.unit_s = self.unit_s or typical_s
+        self.costs[strategy] = typical_s / self.unit_s
+        self.tried_at[strategy] = self.num_steps
+
+    def is_open(self, way: Strategy, steps: Sequence[tuple[float, float]]) -> bool:
+        """Whether a way with these steps may, within a standard error, be good enough to take over, and may be not."""
+        if self.best not in self.costs:
+            return False
+        tokens, took_s = [one for one, _ in steps], statistics.median(seconds for _, seconds in steps)
+        needed = CLEARLY * self.rate(self.best) * took_s / self.worth(way)
+        return abs(statistics.fmean(tokens) - needed) < _error_of(tokens)
+
+    def begin_as(self, outside: Bucket) -> None:
+        """With the best way there, and its last steps, which were in the stretch already; steps take as long here."""
+        for way in (OFF, outside.best):
+            if way in outside.costs and way in self.ways:
+                self.costs[way] = outside.costs[way]
+                self.right[way] = deque(list(outside.right[way])[-FOUND_AFTER:], maxlen=self.window)
+        self.unit_s = outside.unit_s
+        if outside.best in self.costs:
+            self.take(outside.best)
+
+    def take(self, strategy: Strategy) -> None:
+        """For the best from now on, at the pace of the one before."""
+        self.best, self.contender = strategy, None
+        self.taken_at = self.num_steps
+        self.best_s.clear()
+        self.best_s.append(self.costs[strategy] * self.unit_s)
+
+
+def _error_of(values: Sequence[float]) -> float:
+    """The standard error of their mean."""
+    return statistics.pstdev(values) / math.sqrt(len(values))

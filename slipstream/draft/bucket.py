@@ -29,7 +29,7 @@ MANY_DRAFTS, FEW_ROWS = 8, 32
 
 @dataclass(slots=True)
 class Seen:
-    """Steps in stretches of repeated text, and outside of those ways that look for it, sums: what it is worth to look."""
+    """Steps in stretches of repeated text, and elsewhere of ways that look for it: sums, for what looking is worth."""
 
     tokens: float = 0.0
     """A sequence; in all such steps."""

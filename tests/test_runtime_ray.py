@@ -133,13 +133,14 @@ class Stage:
         return until(link.receive, self.bell)  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    folder = tmp_path_factory.mktemp("stage")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
-        with on_ray(config_for(folder), 1, 1) as runtime:
-            yield Stage(runtime, folder)
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    """For one test: a process has one connection to Ray, and other tests want other clusters."""
+    folder = tmp_path / "stage"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    with on_ray(config_for(folder), 1, 1) as runtime:
+        yield Stage(runtime, folder)
 
 
 @pytest.mark.slow

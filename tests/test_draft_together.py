@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,14 +22,7 @@ from slipstream.draft.together import Average, Member, Share
 from slipstream.engine.engine import Engine
 from slipstream.models.weights import cast_weights
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is compared to the bit is computed alike."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 TEXTS = {"a": [[5, 6, 7, *range(40, 52)], [5, 6, 8, *range(60, 80)]], "b": [[5, 6, 9, *range(20, 44)]]}

@@ -33,10 +33,7 @@ LEFT_ALONE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_gradients():  # type: ignore[no-untyped-def]
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 @pytest.mark.parametrize("name", RECOGNISED)

@@ -24,11 +24,7 @@ from slipstream.models.cached import PackedRows
 from slipstream.models.fused import Heads, Norm
 from slipstream.models.recognise import fuse
 
-
-@pytest.fixture(autouse=True)
-def without_gradients():  # type: ignore[no-untyped-def]
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 @pytest.fixture

@@ -301,14 +301,6 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     cluster.shutdown()
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.slow
 def test_a_cluster_that_is_too_small_says_so_at_once_and_one_that_is_not_is_filled(
     two_nodes: Cluster, one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,13 +23,7 @@ from slipstream.stream.receiver import Receiver
 from slipstream.stream.shelf import Shelf
 from slipstream.types import WeightVersion
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

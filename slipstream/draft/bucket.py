@@ -68,10 +68,12 @@ class Bucket:
     """That may be tried."""
     size: int
     """The most sequences."""
+    is_matching: bool
+    """Whether it is for stretches."""
     window: int
     """Steps that show how the best way does now."""
-    worth_of_passing_by: float = 1.0
-    """What a token of a way that does not look for repeated text counts."""
+    seen: Seen = field(default_factory=Seen)
+    """Outside only."""
     right: dict[Strategy, deque[float]] = field(default_factory=dict)
     """By way: right drafts a sequence in each step of its last trial; of the best one, in its last steps."""
     costs: dict[Strategy, float] = field(default_factory=dict)
@@ -115,10 +117,7 @@ class Bucket:
             return math.inf
         last, before = kind[-1], kind[-2] if len(kind) > 1 else OFF
         more = (way.drafts_each - last.drafts_each) / (last.drafts_each - before.drafts_each)
-        # As if one sequence more had had all its drafts right: a few steps may miss what comes in bursts.
-        right, num_rows = self.right[last], len(self.right[last]) * self.size
-        tokens = 1.0 + (sum(right) * self.size + last.drafts_each) / (num_rows + 1)
-        tokens = max(tokens, self.tokens(last, errors=1.0))
+        tokens = max(tokens_at_best(self.right[last], last, self.size), self.tokens(last, errors=1.0))
         tokens += more * max(0.0, tokens - (self.tokens(before) if before in self.costs else 1.0))
         cost = self.costs[last]
         if before != OFF:  # from none to some there is a step, which says nothing about more
@@ -127,7 +126,7 @@ class Bucket:
 
     def worth(self, way: Strategy) -> float:
         """Of one of its tokens."""
-        return 1.0 if way.looks_for_matches else self.worth_of_passing_by
+        return 1.0 if way.looks_for_matches else self.seen.worth_of_passing_by()
 
     def tokens(self, way: Strategy, errors: float = 0.0) -> float:
         """A step and sequence now; with so many standard errors more."""
@@ -183,6 +182,12 @@ class Bucket:
         self.taken_at = self.num_steps
         self.best_s.clear()
         self.best_s.append(self.costs[strategy] * self.unit_s)
+
+
+def tokens_at_best(right: Sequence[float], way: Strategy, batch: int) -> float:
+    """Of steps with so many right drafts a sequence, as if one sequence more had had all its drafts right: they come in
+    bursts, which a few steps may miss."""
+    return 1.0 + (batch * sum(right) + way.drafts_each) / (batch * len(right) + 1)
 
 
 def _error_of(values: Sequence[float]) -> float:

@@ -12,7 +12,7 @@ what stretches bring counts against passing them by.
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -26,6 +26,7 @@ from slipstream.draft.bucket import (
     WINDOW_ROWS,
     Bucket,
     Seen,
+    tokens_at_best,
 )
 from slipstream.engine.strategy import MATCHING, OFF, Strategy
 
@@ -87,7 +88,6 @@ class Selector:
         self._strategies = tuple(strategies)
         self._buckets: dict[tuple[int, bool], Bucket] = {}
         """By the most sequences that count as this size, and whether texts repeat others."""
-        self._seen: defaultdict[int, Seen] = defaultdict(Seen)
         self.choices: list[Choice] = []
         """Every change of the best way since they were last taken, in order."""
         self.saved_s = 0.0
@@ -144,35 +144,34 @@ class Selector:
         if OFF in bucket.costs and strategy != OFF:
             self.saved_s += tokens_each / bucket.plain_rate(OFF) - seconds
         if is_matching or strategy.looks_for_matches:
-            seen = self._seen[_size(batch)]
-            seen.add(batch, tokens_each, seconds, not is_matching)
-            self._bucket(batch).worth_of_passing_by = seen.worth_of_passing_by()
+            self._bucket(batch).seen.add(batch, tokens_each, seconds, not is_matching)
         bucket.num_steps += 1
         bucket.since_trial += 1
         if bucket.trial != strategy:
             if strategy == bucket.best and strategy in bucket.costs:
                 bucket.follow_best(tokens_each, seconds)
                 if bucket.contender is not None and bucket.since_trial >= max(TRIAL, AFTER_ROWS // max(1, batch)):
-                    self._settle(batch, bucket, bucket.contender, is_matching)
+                    self._settle(batch, bucket, bucket.contender)
                 if bucket.since_trial % bucket.window == 0:
-                    self._guard(batch, bucket, is_matching)
+                    self._guard(batch, bucket)
             return
         bucket.trial_steps.append((tokens_each, seconds))
         counted = bucket.trial_steps[1:]  # the first may have prepared the others
         lengths, rest = divmod(len(counted), bucket.trial_length)
         is_over = lengths > 0 and rest == 0 and (lengths == PATIENCE or not bucket.is_open(strategy, counted))
         if len(counted) >= min(FIRST_TRIAL, bucket.trial_length) - 1 and bucket.best in bucket.costs:
-            at_best = bucket.worth(strategy) * _rate_at_best(counted, strategy, batch)
-            is_over |= at_best < HOPELESS * bucket.rate(bucket.best)
+            tokens = tokens_at_best([one - 1.0 for one, _ in counted], strategy, batch)
+            took_s = statistics.median(step_s for _, step_s in counted)
+            is_over |= bucket.worth(strategy) * tokens / took_s < HOPELESS * bucket.rate(bucket.best)
         if is_over:
             bucket.learn(strategy, counted)
             bucket.trial, bucket.trial_steps, bucket.since_trial = None, [], 0
             gain = bucket.rate(strategy) / bucket.rate(bucket.best)
             if gain > AT_ONCE or strategy == OFF:
-                self._settle(batch, bucket, strategy, is_matching)
+                self._settle(batch, bucket, strategy)
             elif gain > HOPELESS:
                 bucket.contender = strategy
-            self._note_hopeless(batch, bucket, is_matching)
+            self._note_hopeless(batch, bucket)
 
     def take_choices(self) -> list[Choice]:
         choices, self.choices = self.choices, []
@@ -195,10 +194,10 @@ class Selector:
         """Numbers and strings only, for a checkpoint."""
         return {
             f"{size} {'matching' if is_matching else 'plain'}": {
-                "best": _plain(bucket.best),
-                "seen": astuple(self._seen[size]),
+                "best": astuple(bucket.best),
+                "seen": astuple(bucket.seen),
                 "unit_s": bucket.unit_s,
-                "ways": [[*_plain(way), cost, list(bucket.right[way])] for way, cost in bucket.costs.items()],
+                "ways": [[*astuple(way), cost, list(bucket.right[way])] for way, cost in bucket.costs.items()],
             }
             for (size, is_matching), bucket in self._buckets.items()
         }
@@ -209,9 +208,8 @@ class Selector:
             if "seen" not in saved:
                 continue  # of a version that judged all texts together: it is learned anew
             size, scene = name.split()
-            self._seen[int(size)] = Seen(*saved["seen"])
             bucket = self._new_bucket(int(size), scene == "matching")
-            bucket.unit_s = saved["unit_s"]
+            bucket.unit_s, bucket.seen = saved["unit_s"], Seen(*saved["seen"])
             for *numbers, cost, right in saved["ways"]:
                 way = Strategy(*numbers)
                 if way in bucket.ways:
@@ -219,7 +217,7 @@ class Selector:
             best = Strategy(*saved["best"])
             if OFF in bucket.costs:  # else hardly anything was known
                 bucket.take(best if best in bucket.costs else OFF)
-                self._buckets[int(size), scene == "matching"] = bucket
+                self._buckets[bucket.size, bucket.is_matching] = bucket
 
     def _bucket(self, batch: int, is_matching: bool = False) -> Bucket:
         size = _size(batch)
@@ -239,9 +237,10 @@ class Selector:
             )
             and not (is_matching and 0 < way.drafts_each < MATCHING)  # would not see that the stretch goes on
         ]
-        return Bucket(ways, size, WINDOW_ALONE if size == 1 else max(WINDOW, WINDOW_ROWS // size))
+        window = WINDOW_ALONE if size == 1 else max(WINDOW, WINDOW_ROWS // size)
+        return Bucket(ways, size, is_matching, window)
 
-    def _settle(self, batch: int, bucket: Bucket, way: Strategy, is_matching: bool) -> None:
+    def _settle(self, batch: int, bucket: Bucket, way: Strategy) -> None:
         """Between the best way and another, which must be faster at worst, by its last trial."""
         if way == bucket.contender:
             bucket.contender = None
@@ -250,41 +249,29 @@ class Selector:
         best_rate = bucket.rate(bucket.best)
         if bucket.rate(way, errors=-0.5) > (1.0 if way == OFF else CLEARLY) * best_rate:
             gain = bucket.rate(way) / best_rate
-            self.choices.append(
-                Choice(batch, way, f"{way} gives {gain:.2f} times the tokens of {bucket.best}", is_matching)
-            )
+            reason = f"{way} gives {gain:.2f} times the tokens of {bucket.best}"
+            self.choices.append(Choice(batch, way, reason, bucket.is_matching))
             bucket.take(way)
 
-    def _guard(self, batch: int, bucket: Bucket, is_matching: bool) -> None:
+    def _guard(self, batch: int, bucket: Bucket) -> None:
         """Texts may have changed, but not what no drafts give. A quiet while is no reason to stop looking for stretches
         that have paid so far, unless it is dear."""
         if OFF not in bucket.costs:
             return
         off_rate = bucket.plain_rate(OFF)
-        finds_stretches = bucket.best.looks_for_matches and not is_matching
-        has_paid = finds_stretches and self._seen[bucket.size].rate() >= off_rate
+        finds_stretches = bucket.best.looks_for_matches and not bucket.is_matching
+        has_paid = finds_stretches and bucket.seen.rate() >= off_rate
         if not has_paid or bucket.rate(bucket.best) < DEAR * off_rate:
-            self._settle(batch, bucket, OFF, is_matching)
+            self._settle(batch, bucket, OFF)
 
-    def _note_hopeless(self, batch: int, bucket: Bucket, is_matching: bool) -> None:
+    def _note_hopeless(self, batch: int, bucket: Bucket) -> None:
         for way in bucket.ways:
             if way not in bucket.costs and way not in bucket.left_out and bucket.hope(way) < HOPELESS_AT_BEST:
                 bucket.left_out.add(way)
                 reason = f"{way} is not tried: {bucket.hope(way):.2f} times the tokens of this at best"
-                self.choices.append(Choice(batch, bucket.best, reason, is_matching))
-
-
-def _rate_at_best(steps: Sequence[tuple[float, float]], strategy: Strategy, batch: int) -> float:
-    """As if one sequence more had had all its drafts right: tokens come in bursts, and a few steps may miss them."""
-    num_rows = batch * len(steps)
-    num_tokens = batch * sum(tokens for tokens, _ in steps) + 1 + strategy.drafts_each
-    return num_tokens / (num_rows + 1) / statistics.median(seconds for _, seconds in steps)
+                self.choices.append(Choice(batch, bucket.best, reason, bucket.is_matching))
 
 
 def _size(batch: int) -> int:
     """The most sequences that are judged together with so many."""
     return 1 << (max(1, batch) - 1).bit_length()
-
-
-def _plain(strategy: Strategy) -> tuple[float, int, int, int]:
-    return strategy.drafts_each, strategy.min_match, strategy.depth, strategy.branches

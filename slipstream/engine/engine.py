@@ -431,7 +431,8 @@ class Engine:
             for rollout in finished:
                 self.drafter.forget(rollout.request.uid)
             self._draft_counts.add(report.num_drafted, report.origins)
-            self._are_matching = are_matching(report.origins)
+            looked = launched.drafts.strategy.looks_for_matches
+            self._are_matching = looked and are_matching(report.origins)
             self._demand.observe(launched.drafts, launched.plan.num_drafts, sum(report.num_drafted))
         self._tell_policy(launched, report.tokens)
         if broken:

@@ -4,19 +4,20 @@
     python benchmarks/drafter_arms.py runs/smollm2 --steps steps.json.gz  # for benchmarks/selector_replay.py
 
 The run's prompts are sampled anew, with other seeds, by its last policy: the same tokens in every way, by construction
-and checked. Each way alone, the selector among those that a run has, and a drafter with random weights ("poisoned")
-under the selector. Tokens/s while the batch is full, the harmonic mean of walks over other texts each, over an engine
-without any drafter.
+and checked. First each way alone: tokens/s while the batch is full, the harmonic mean of walks over other texts each,
+over an engine without any drafter. Then in turns, round by round, so that no chance makes a winner: no drafter, the
+best of these ways, the selector among those that a run has, the selector with a drafter of random weights ("poisoned")
+and the selector without a drafter to ask ("history"), whom the poison is measured by.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import gzip
 import json
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ ALONE = (Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4))
 SAMPLES, MAX_DRAFTS, TIMED_WALKS = 8, 32, 4
 LEARNING_WALKS = 4
 """That a selector has before it is timed, at least."""
+ROUNDS = 3
+"""In turns."""
 
 
 class Recorded(Always):
@@ -138,24 +141,28 @@ class Bench:
         return walk, texts
 
     def measure(
-        self,
-        batch: int,
-        policy: DraftPolicy | None,
-        weights: dict[str, torch.Tensor],
-        is_settled: Callable[[], bool] = lambda: True,
-        least_walks: int = 2,
+        self, batch: int, policy: DraftPolicy | None, weights: dict[str, torch.Tensor]
     ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
         engine = self.engine(batch, policy, weights)
+        self.prepare(engine, batch)
+        if isinstance(policy, Recorded):
+            policy.steps.clear()
+        return self.timed(engine, batch)
+
+    def prepare(self, engine: Engine, batch: int, selector: Selector | None = None) -> None:
+        """Until hardly any graph is made and everything was tried."""
         with still_heap():
             for number in range(3 * MOST_WARM_UPS):
                 num_graphs = engine.facts().num_graphs
                 self.walk(engine, batch, number % TIMED_WALKS)
-                is_prepared = number + 1 >= least_walks and engine.facts().num_graphs <= num_graphs + FEW_GRAPHS
-                if is_prepared and is_settled():
+                is_prepared = engine.facts().num_graphs <= num_graphs + FEW_GRAPHS
+                has_learned = selector is None or (number + 1 >= LEARNING_WALKS and selector.has_tried_all(batch))
+                if number and is_prepared and has_learned:
                     break
-            engine.take_draft_counts()
-            if isinstance(policy, Recorded):
-                policy.steps.clear()
+
+    def timed(self, engine: Engine, batch: int) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+        engine.take_draft_counts()
+        with still_heap():
             done = [self.walk(engine, batch, number) for number in range(TIMED_WALKS)]
         counts = engine.take_draft_counts()
         tokens = counts.num_tokens / counts.num_rows if counts.num_rows else 1.0
@@ -168,36 +175,73 @@ def compare(bench: Bench, batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
     plain, texts = bench.measure(batch, None, bench.taught)
     ways = [way for way in (*MIXED_STRATEGIES, *ALONE) if way.branches == 1 or batch <= TREE_ROWS]
     arms: dict[str, dict[str, Any]] = {}
-
-    def note(name: str, measured: tuple[dict[str, Any], dict[str, tuple[int, ...]]]) -> None:
-        arm, got = measured
-        gain = statistics.harmonic_mean(arm["walks"]) / statistics.harmonic_mean(plain["walks"])
-        arms[name] = arm | {"gain": gain, "same_tokens": got == texts}
-        print(f"batch {batch}, {name}: {arms[name]['gain']:.2f}, {arm['tokens_a_step']:.2f} tokens a step", flush=True)
-
-    def note_selector(name: str, weights: dict[str, torch.Tensor]) -> None:
-        selector = Selector(MIXED_STRATEGIES)
-        is_settled = functools.partial(selector.has_tried_all, batch)
-        note(name, bench.measure(batch, selector, weights, is_settled, LEARNING_WALKS))
-        arms[name]["chosen"] = {texts: str(selector.best(batch, texts == "repeated")) for texts in ("new", "repeated")}
-        arms[name]["reasons"] = [choice.reason for choice in selector.take_choices()]
-
     recorded = [Recorded(way) for way in ways]
     for policy in recorded:
-        note(str(policy.strategy), bench.measure(batch, policy, bench.taught))
-    best = max(arms, key=lambda name: arms[name]["gain"])
-    note_selector("selector", bench.taught)
-    note_selector("selector, poisoned", bench.poisoned)
-    share = arms["selector"]["gain"] / arms[best]["gain"]
-    same = all(arm["same_tokens"] for arm in arms.values())
+        arm, got = bench.measure(batch, policy, bench.taught)
+        gain = statistics.harmonic_mean(arm["walks"]) / statistics.harmonic_mean(plain["walks"])
+        arms[str(policy.strategy)] = arm | {"gain": gain, "same_tokens": got == texts}
+        print(f"batch {batch}, {policy.strategy}: {gain:.2f}, {arm['tokens_a_step']:.2f} tokens a step", flush=True)
+    best = max(recorded, key=lambda policy: arms[str(policy.strategy)]["gain"]).strategy
+    steps = [{"way": astuple(policy.strategy), "steps": list(policy.steps)} for policy in recorded]
+    in_turns = take_turns(bench, batch, best, texts)
+    is_same = in_turns.pop("same_tokens") and all(arm["same_tokens"] for arm in arms.values())
+    row = {"batch": batch, "off": plain, "arms": arms, "best": str(best), "in_turns": in_turns, "same_tokens": is_same}
+    return row, {"batch": batch, "ways": steps}
+
+
+def take_turns(bench: Bench, batch: int, best: Strategy, texts: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What must hold, each against another in the same rounds."""
+    policies: dict[str, DraftPolicy | None] = {
+        "no drafter": None,
+        "best": Always(best),
+        "selector": Selector(MIXED_STRATEGIES, math.inf),
+        "poisoned": Selector(MIXED_STRATEGIES, math.inf),
+        "history": Selector([way for way in MIXED_STRATEGIES if not way.depth], math.inf),
+    }
+    engines = {}
+    for name, policy in policies.items():
+        weights = bench.poisoned if name == "poisoned" else bench.taught
+        engines[name] = bench.engine(batch, policy, weights)
+        bench.prepare(engines[name], batch, policy if isinstance(policy, Selector) else None)
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    is_same = True
+    for _ in range(ROUNDS):
+        for name, engine in engines.items():
+            result, got = bench.timed(engine, batch)
+            rates[name].append(statistics.harmonic_mean(result["walks"]))
+            is_same &= got == texts
+    selectors = {name: policy for name, policy in policies.items() if isinstance(policy, Selector)}
+    record: dict[str, Any] = {
+        "rates": rates,
+        "selector_share": _ratios(rates, "selector", "best"),
+        "selector_against_off": _ratios(rates, "selector", "no drafter"),
+        "poison_share": _ratios(rates, "poisoned", "history"),
+        "poisoned_against_off": _ratios(rates, "poisoned", "no drafter"),
+        "chosen": {
+            name: {kind: str(one.best(batch, kind == "repeated")) for kind in ("new", "repeated")}
+            for name, one in selectors.items()
+        },
+        "reasons": {name: [choice.reason for choice in one.take_choices()] for name, one in selectors.items()},
+        "same_tokens": is_same,
+    }
     print(
-        f"batch {batch}: best {best} {arms[best]['gain']:.2f}; the selector has {share:.2f} of it and chose "
-        f"{arms['selector']['chosen']['new']}, for texts that repeat others {arms['selector']['chosen']['repeated']}; "
-        f"tokens the same: {same}",
+        f"batch {batch}, {ROUNDS} rounds in turns: the selector has {_line(record['selector_share'])} of {best}, "
+        f"{_line(record['selector_against_off'])} times no drafter; poisoned {_line(record['poison_share'])} of "
+        f"history alone, {_line(record['poisoned_against_off'])} times no drafter; chosen {record['chosen']}; "
+        f"tokens the same: {is_same}",
         flush=True,
     )
-    steps = [{"way": astuple(policy.strategy), "steps": policy.steps} for policy in recorded]
-    return {"batch": batch, "off": plain, "arms": arms, "selector_share": share}, {"batch": batch, "ways": steps}
+    return record
+
+
+def _ratios(rates: dict[str, list[float]], name: str, other: str) -> list[float]:
+    """The median of the rounds, and the lowest and highest."""
+    ratios = [one / two for one, two in zip(rates[name], rates[other], strict=True)]
+    return [statistics.median(ratios), min(ratios), max(ratios)]
+
+
+def _line(ratios: list[float]) -> str:
+    return f"{ratios[0]:.3f} ({ratios[1]:.3f}-{ratios[2]:.3f})"
 
 
 def main() -> None:

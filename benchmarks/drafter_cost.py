@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.learned import ModelGuesser
 from slipstream.engine.engine import Engine
-from slipstream.engine.strategy import OFF, Strategy
+from slipstream.engine.strategy import OFF, Always, Strategy
 from slipstream.models.precision import resolve_precision
 from slipstream.runtime.benches import describe_machine, load_shape
 from slipstream.runtime.engines import choose_device
@@ -39,17 +39,16 @@ SETTLED = 20
 """Steps of a way before those that count."""
 
 
-class Recorder:
-    """A policy that always says the same, and keeps how long steps took."""
+class Recorder(Always):
+    """Keeps how long steps took."""
 
     def __init__(self) -> None:
-        self.strategy = OFF
+        super().__init__(OFF)
         self.seconds: dict[Strategy, list[float]] = defaultdict(list)
 
-    def choose(self, batch: int) -> Strategy:
-        return self.strategy
-
-    def observe(self, batch: int, strategy: Strategy, tokens_each: float, seconds: float) -> None:
+    def observe(
+        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
+    ) -> None:
         self.seconds[strategy].append(seconds)
 
 

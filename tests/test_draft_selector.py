@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 from collections import deque
@@ -10,9 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from slipstream.draft.selector import DEFAULT_STRATEGIES, MODEL_STRATEGIES, Selector
-from slipstream.engine.fitting import fitted
-from slipstream.engine.strategy import MATCHING, OFF, Demand, StepDrafts, Strategy, are_matching
+from slipstream.draft.selector import DEFAULT_STRATEGIES, MODEL_STRATEGIES, PREPARING, Selector
+from slipstream.engine.strategy import MATCHING, OFF, Strategy
 
 World = Callable[[int, Strategy], tuple[int, float]]
 """Tokens and seconds of a step of a batch with a strategy."""
@@ -176,6 +176,66 @@ def test_drafts_that_cost_a_little_are_given_up_and_those_that_gain_a_little_sta
     assert (selector.best(4) == OFF) == (gain < 1)
 
 
+def drive_with_graphs(selector: Selector, world: World, batch: int, steps: int, price: float) -> float:
+    """Seconds spent on preparing, against those of the steps: a way's first two steps prepare the others."""
+    met: dict[Strategy, int] = {}
+    prepared = ran = 0.0
+    for _ in range(steps):
+        strategy = selector.choose(batch)
+        gained, took = world(batch, strategy)
+        ran += took
+        met[strategy] = met.get(strategy, 0) + 1
+        if strategy != OFF and met[strategy] <= 2:
+            prepared += price / 2
+            selector.observe_preparing(batch, price / 2)
+        else:
+            selector.observe(batch, strategy, gained / batch, took)
+    return prepared / ran
+
+
+@pytest.mark.parametrize("steps", [100, 1000, 4000])
+def test_a_run_pays_for_preparing_by_how_long_it_is_where_drafts_do_not(steps: int) -> None:
+    price = 40.0
+    share = drive_with_graphs(Selector(), world_with(0.05, 0.2), 8, steps, price)
+    assert 0 < share <= PREPARING + price / steps, "the first could not know what it takes"
+
+
+def test_what_drafts_save_goes_into_preparing_better_ones() -> None:
+    poor, rich = Selector(), Selector()
+    drive_with_graphs(poor, world_with(0.05, 0.02), 8, 1500, 60.0)
+    drive_with_graphs(rich, world_with(0.9, 0.02), 8, 1500, 60.0)
+    assert rich.has_tried_all(8) and rich.best(8).drafts_each >= 4
+    assert len(poor.rates(8)) < len(rich.rates(8))
+
+
+def test_without_a_limit_all_is_tried_whatever_it_takes() -> None:
+    tried = []
+    for selector, price in ((Selector(preparing=math.inf), 1e6), (Selector(), 0.0), (Selector(), 1e6)):
+        drive_with_graphs(selector, world_with(0.8, 0.02), 8, 600, price)
+        tried.append(set(selector.rates(8)))
+    assert tried[0] == tried[1] > tried[2]
+
+
+def test_while_new_ways_are_too_dear_known_ones_are_tried_again() -> None:
+    ways, easy, hard = [OFF, Strategy(2.0), Strategy(4.0, 1)], world_with(0.9, 0.02), world_with(0.0, 0.2)
+    selector = Selector(ways)
+    drive_with_graphs(selector, hard, 8, 100, 10_000.0)
+    assert selector.best(8) == OFF and len(selector.rates(8)) == 2
+    drive(selector, easy, 8, 1500)
+    assert selector.best(8) == Strategy(2.0)
+
+
+def test_what_is_best_for_as_many_again_is_tried_first() -> None:
+    selector = Selector()
+    drive(selector, world_with(0.6, 0.05), 16, 600)
+    tried: list[Strategy] = []
+    for _ in range(60):
+        way = selector.choose(8)
+        tried += [way] * (way not in tried)
+        selector.observe(8, way, 1.0, 1.0)
+    assert tried[:2] == [OFF, selector.best(16)] and selector.best(16) != DEFAULT_STRATEGIES[1]
+
+
 def texts_with(easy: float, hard: float, seed: int) -> World:
     """Each sequence is easy or hard to draft until it ends."""
     dice = random.Random(seed)
@@ -332,60 +392,6 @@ def test_what_was_saved_before_much_was_known_is_learned_anew() -> None:
             strategy = one.choose(8, is_matching=True)
             one.observe(8, strategy, 1.0 + strategy.drafts_each, 1.0, True)
         assert one.best(8, is_matching=True).drafts_each == 8
-
-
-@pytest.mark.parametrize(
-    ("origins", "expected"),
-    [([], False), ([[], [0]], False), ([[1, 2, 0]], True), ([[4, 4, 4, 0]], False), ([[3, 3, 3, 3, 0], [0], []], True)],
-)
-def test_sequences_match_when_two_drafts_each_were_right_copies(origins: list[list[int]], expected: bool) -> None:
-    assert are_matching(origins) == expected
-
-
-# How large a step is made.
-
-
-def see(demand: Demand, strategy: Strategy, batch: int, drafts: float, steps: int, *, on_gpu: bool = False) -> int:
-    """Steps with so many drafts a sequence to be had; the room of the last."""
-    given = 0
-    for _ in range(steps):
-        asked = demand.room(strategy, batch)
-        given = fitted(batch, asked) if on_gpu and asked else asked
-        demand.observe(StepDrafts(batch, False, strategy, asked), given, min(given, round(drafts * batch)))
-    return given
-
-
-def test_a_step_is_made_for_the_drafts_there_are() -> None:
-    demand, strategy = Demand(), Strategy(8.0)
-    assert demand.room(strategy, 64) == 512 and demand.room(OFF, 64) == 0
-    assert see(demand, strategy, 64, 0.0, 1) > 0 and demand.room(strategy, 64) >= 384, "one step without says little"
-    assert see(demand, strategy, 64, 39 / 64, 30) == 48, "the least of 512, 384, 256, ... that holds 39 and a few more"
-    assert see(demand, strategy, 64, 99.0, 12) == 512, "steps that were full grow again"
-    assert demand.room(Strategy(0.5), 1) == 1
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("batch", [1, 2, 5, 7, 16, 33, 64, 100, 256])
-def test_nothing_to_draft_leaves_room_to_find_out_that_there_is_again(batch: int, on_gpu: bool) -> None:
-    demand, strategy = Demand(), Strategy(8.0)
-    assert see(demand, strategy, batch, 0.0, 200, on_gpu=on_gpu) < batch + 8
-    most = fitted(batch, 8 * batch) if on_gpu else 8 * batch
-    assert see(demand, strategy, batch, 99.0, 40, on_gpu=on_gpu) == most
-
-
-def test_what_was_needed_long_ago_or_by_a_very_different_strategy_counts_no_more() -> None:
-    demand = Demand()
-    see(demand, Strategy(4.0, 1), 64, 1.0, 60)
-    assert demand.room(Strategy(8.0, 1), 64) == 128, "what the other needed, and half as much more"
-    assert demand.room(Strategy(8.0, 2), 64) == 512, "it may match more or less often"
-    see(demand, OFF, 64, 0.0, 150)
-    assert demand.room(Strategy(8.0, 1), 64) == 512
-
-
-def test_one_that_had_no_room_to_spare_says_nothing_about_another() -> None:
-    demand = Demand()
-    see(demand, Strategy(2.0, 1), 64, 99.0, 60)
-    assert demand.room(Strategy(8.0, 1), 64) == 512
 
 
 def test_a_way_chosen_for_fewer_sequences_than_came_is_no_news() -> None:

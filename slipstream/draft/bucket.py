@@ -94,6 +94,13 @@ class Bucket:
     left_out: set[Strategy] = field(default_factory=set)
     """Ways that could not win when their turn came; for the record, they are looked at again."""
     num_steps: int = 0
+    ran_s: float = 0.0
+    saved_s: float = 0.0
+    """By drafts, as estimated."""
+    prepared_s: float = 0.0
+    """Spent on making steps with drafts ready, which on a GPU are graphs."""
+    trial_prepared_s: float = 0.0
+    """Of these, during the trial."""
     since_trial: int = 0
     contender: Strategy | None = None
     """A way that was just tried, while it is seen what the best one gives after that."""

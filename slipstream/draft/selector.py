@@ -51,6 +51,10 @@ HOPELESS = 0.85
 """A trial ends early when its way gives less than so many times the tokens of the best."""
 DEAR = 0.8
 """Drafts that give less than so many times the tokens of none are left at once."""
+PREPARING = 0.1
+"""On a GPU steps of a new size need a graph. Of the time that steps of a size of batch have taken, so much may go into
+preparing ways that were never tried there, and what drafts have saved: so a run that is short does not pay for others
+that would have been long."""
 
 
 DEFAULT_STRATEGIES = (
@@ -83,9 +87,11 @@ class Choice:
 
 
 class Selector:
-    def __init__(self, strategies: Sequence[Strategy] = DEFAULT_STRATEGIES) -> None:
+    def __init__(self, strategies: Sequence[Strategy] = DEFAULT_STRATEGIES, preparing: float = PREPARING) -> None:
         assert strategies[0] == OFF, "what must never be slower than off has to know first how fast off is"
-        self._strategies = tuple(strategies)
+        self._strategies, self._preparing = tuple(strategies), preparing
+        self._prices: deque[float] = deque(maxlen=WINDOW)
+        """Seconds that the last ways to be tried first took to prepare."""
         self._buckets: dict[tuple[int, bool], Bucket] = {}
         """By the most sequences that count as this size, and whether texts repeat others."""
         self.choices: list[Choice] = []
@@ -102,10 +108,11 @@ class Selector:
 
     def _consider_trial(self, bucket: Bucket, batch: int) -> None:
         untried = bucket.untried()
-        if untried:
+        if not bucket.costs or (untried and self._may_prepare(bucket)):
             # Between two of them the best way shows how long steps take by now.
             if bucket.since_trial or not bucket.costs:
-                bucket.trial, bucket.trial_length = untried[0], max(FIRST_TRIAL, FIRST_TRIAL_ROWS // batch)
+                bucket.trial = self._likeliest(bucket, untried) if bucket.costs else OFF
+                bucket.trial_length = max(FIRST_TRIAL, FIRST_TRIAL_ROWS // batch)
             return
         others = [way for way in bucket.costs if way != bucket.best]
         length, best_rate = max(TRIAL, TRIAL_ROWS // batch), bucket.rate(bucket.best)
@@ -134,6 +141,23 @@ class Selector:
         if is_due(way) >= 1:
             bucket.trial, bucket.trial_length = way, length
 
+    def _likeliest(self, bucket: Bucket, untried: Sequence[Strategy]) -> Strategy:
+        """To be the best: what is best for twice or half as many sequences; else there is an order."""
+        alike = (self._buckets.get((size, bucket.is_matching)) for size in (2 * bucket.size, bucket.size // 2))
+        return next((one.best for one in alike if one is not None and one.best in untried), untried[0])
+
+    def _may_prepare(self, bucket: Bucket) -> bool:
+        """One more way, as far as it can be told what that takes."""
+        price_s = statistics.median(self._prices) if self._prices else 0.0
+        return bucket.prepared_s + price_s <= self._preparing * bucket.ran_s + max(0.0, bucket.saved_s)
+
+    def observe_preparing(self, batch: int, seconds: float, is_matching: bool = False) -> None:
+        """A step with drafts took so much longer, because it was the first or second of its size."""
+        bucket = self._bucket(batch, is_matching)
+        bucket.prepared_s += seconds
+        if bucket.trial is not None:
+            bucket.trial_prepared_s += seconds
+
     def observe(
         self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
     ) -> None:
@@ -141,8 +165,10 @@ class Selector:
         bucket = self._bucket(batch, is_matching)
         if strategy not in bucket.ways:
             return  # chosen for fewer sequences than were then seated
+        bucket.ran_s += seconds
         if OFF in bucket.costs and strategy != OFF:
-            self.saved_s += tokens_each / bucket.plain_rate(OFF) - seconds
+            saved_s = tokens_each / bucket.plain_rate(OFF) - seconds
+            self.saved_s, bucket.saved_s = self.saved_s + saved_s, bucket.saved_s + saved_s
         if is_matching or strategy.looks_for_matches:
             self._bucket(batch).seen.add(batch, tokens_each, seconds, not is_matching)
         bucket.num_steps += 1
@@ -164,8 +190,10 @@ class Selector:
             took_s = statistics.median(step_s for _, step_s in counted)
             is_over |= bucket.worth(strategy) * tokens / took_s < HOPELESS * bucket.rate(bucket.best)
         if is_over:
+            if strategy not in bucket.costs and strategy != OFF:
+                self._prices.append(bucket.trial_prepared_s)
             bucket.learn(strategy, counted)
-            bucket.trial, bucket.trial_steps, bucket.since_trial = None, [], 0
+            bucket.trial, bucket.trial_steps, bucket.since_trial, bucket.trial_prepared_s = None, [], 0, 0.0
             gain = bucket.rate(strategy) / bucket.rate(bucket.best)
             if gain > AT_ONCE or strategy == OFF:
                 self._settle(batch, bucket, strategy)

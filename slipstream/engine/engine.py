@@ -306,7 +306,10 @@ class Engine:
             self.drafter.tune(drafts.strategy)
         if not plan.num_tokens:
             return
+        made_s = self._making_s
         was_prepared = self._run_step(plan, drafts.strategy)
+        if self.policy is not None and plan.num_drafts and self._making_s > made_s:
+            self.policy.observe_preparing(drafts.batch, self._making_s - made_s, drafts.is_matching)
         self._unread.append(self._request_report(plan, drafts, was_prepared))
         self._num_forwards += 1
         self._prefill_tokens += plan.num_prefilled

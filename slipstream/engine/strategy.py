@@ -67,6 +67,9 @@ class DraftPolicy(Protocol):
         """A step of `batch` sequences and nothing else gave each so many tokens on average, in `seconds`; it was chosen
         when they were found to repeat known texts, or not."""
 
+    def observe_preparing(self, batch: int, seconds: float, is_matching: bool = False) -> None:
+        """A step with drafts took so much longer, because it was the first or second of its size."""
+
 
 class Always:
     """The policy of one strategy, for measurements and tests."""
@@ -80,6 +83,9 @@ class Always:
     def observe(
         self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
     ) -> None:
+        pass
+
+    def observe_preparing(self, batch: int, seconds: float, is_matching: bool = False) -> None:
         pass
 
 

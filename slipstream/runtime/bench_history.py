@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -168,7 +169,7 @@ class Replay:
         num_new = max(len(text) for group in groups for text in (*group.texts, *group.past))
         num_texts = max(len(group.texts) + len(group.past) for group in groups)
         self._past: dict[tuple[int, ...], list[Text]] = {}
-        self._selector = Selector()
+        self._selector = Selector(preparing=math.inf)  # what is timed comes after
         drafter = None
         if drafts:
             shelf = shelf_tokens(num_prompt, num_texts, num_new)
@@ -192,7 +193,7 @@ class Replay:
     def measure(self, groups: Sequence[ReplayGroup]) -> tuple[list[Walk], dict[str, Any]]:
         """By the clock, once a walk needed hardly any new graph and, with drafts, every way of drafting was tried."""
         self._past = {group.prompt_ids: [Text(text, 1) for text in group.past] for group in groups}
-        self._selector = Selector()  # what paid for another workload says nothing about this one
+        self._selector = Selector(preparing=math.inf)  # what paid for another workload says nothing about this one
         if self._engine.drafter is not None:
             self._engine.policy = self._selector
         for _ in range(MOST_WARM_UPS):

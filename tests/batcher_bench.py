@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.engine.batcher import Batcher
 from slipstream.engine.pages import PagePool
-from slipstream.engine.sequences import PartialRollout, Running, StepPlan
+from slipstream.engine.sequences import PartialRollout, Running, Sampled, StepPlan
 from slipstream.rng import derive_seed
 from slipstream.types import Request, Rollout, SamplingParams
 
@@ -182,9 +182,9 @@ class Bench:
 
     def read(self) -> None:
         plan, report, version = self.unread.popleft()
-        tokens = [report.get(slot, []) for slot in range(200)]
-        logprobs = [[float(token) for token in line] for line in tokens]
-        for rollout in self.batcher.commit(plan, tokens, logprobs, version):
+        lines: dict[int, Sampled]
+        lines = {slot: (tokens, [float(token) for token in tokens], [], 0) for slot, tokens in report.items()}
+        for rollout in self.batcher.commit(plan, lines, version):
             assert rollout.request.uid not in self.done, "every request ends once"
             self.done[rollout.request.uid] = rollout
             del self.alive[rollout.request.uid]

@@ -210,10 +210,10 @@ def test_what_drafts_save_goes_into_preparing_better_ones() -> None:
 
 def test_without_a_limit_all_is_tried_whatever_it_takes() -> None:
     tried = []
-    for selector, price in ((Selector(preparing=math.inf), 1e6), (Selector(), 0.0), (Selector(), 1e6)):
-        drive_with_graphs(selector, world_with(0.8, 0.02), 8, 600, price)
+    for selector in (Selector(preparing=math.inf), Selector()):
+        drive_with_graphs(selector, world_with(0.3, 0.1), 8, 600, 1e6)
         tried.append(set(selector.rates(8)))
-    assert tried[0] == tried[1] > tried[2]
+    assert tried[0] > tried[1]
 
 
 def test_while_new_ways_are_too_dear_known_ones_are_tried_again() -> None:
@@ -222,7 +222,9 @@ def test_while_new_ways_are_too_dear_known_ones_are_tried_again() -> None:
     drive_with_graphs(selector, hard, 8, 100, 10_000.0)
     assert selector.best(8) == OFF and len(selector.rates(8)) == 2
     drive(selector, easy, 8, 1500)
-    assert selector.best(8) == Strategy(2.0)
+    assert [choice.strategy for choice in selector.choices] == [Strategy(2.0), Strategy(4.0, 1)], (
+        "it paid for the other"
+    )
 
 
 def test_what_is_best_for_as_many_again_is_tried_first() -> None:

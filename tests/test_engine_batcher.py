@@ -153,7 +153,7 @@ def test_drafts_give_way_to_prompts_so_that_a_step_stays_as_large() -> None:
     for number, prompt_tokens in enumerate((1, 5)):
         batcher.submit(make_group(f"g{number}", 1, prompt_tokens, 30))
         plan = batcher.plan(11, 11)
-        batcher.commit(plan, [[7]] * 99, [[0.0]] * 99, 0)
+        batcher.commit(plan, {slot: ([7], [0.0], [0], 0) for slot in range(2)}, 0)
         assert plan.num_tokens == 12 and plan.num_drafts == (11 if number == 0 else 6)
 
 

@@ -100,9 +100,10 @@ def test_the_kernels_pack_and_commit_what_the_plain_step_does(seed: int, padding
     assert same(states[0]._block, states[1]._block)
     reports = [read_report(state.report[:NUM_SLOTS].cpu()) for state in states]
     assert reports[0] == reports[1]
-    assert seed == 7 or any(reports[0].tokens), "something was sampled"
-    assert with_drafts or not any(reports[0].num_drafted)
-    assert seed != 3 or any(reports[0].num_drafted) == with_drafts
+    assert seed == 7 or reports[0], "something was sampled"
+    had_drafts = any(num_drafted for _, _, _, num_drafted in reports[0].values())
+    assert with_drafts or not had_drafts
+    assert seed != 3 or had_drafts == with_drafts
 
 
 def test_drafts_are_taken_as_far_as_they_are_right() -> None:
@@ -119,10 +120,11 @@ def test_drafts_are_taken_as_far_as_they_are_right() -> None:
         sampled = torch.tensor([11, 12, 9, 8, 11, 12, 13, 14, 7, 12, 13, 14], device=DEVICE)
         commit(state, packed, sampled, torch.arange(12.0, device=DEVICE))
         report = read_report(state.report.cpu())
-        assert report.tokens[:3] == [[11, 12, 9], [11, 12], [7]]
-        assert report.logprobs[:3] == [[0, 1, 2], [4, 5], [8]]
-        assert report.origins[:3] == [[1, 2, 0], [1, 2], [0]]
-        assert report.num_drafted[:3] == [3, 3, 3]
+        assert report == {
+            0: ([11, 12, 9], [0, 1, 2], [1, 2, 0], 3),
+            1: ([11, 12], [4, 5], [1, 2], 3),
+            2: ([7], [8], [0], 3),
+        }
         assert state["known"][:3].tolist() == [8, 7, 6] and state["computed"][:3].tolist() == [7, 6, 5]
         assert state["live"][:3].tolist() == [1, 0, 1]
         assert state["tokens"][0, 5:8].tolist() == [11, 12, 9]

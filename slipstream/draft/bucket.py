@@ -99,8 +99,6 @@ class Bucket:
     """By drafts, as estimated."""
     prepared_s: float = 0.0
     """Spent on making steps with drafts ready, which on a GPU are graphs."""
-    trial_prepared_s: float = 0.0
-    """Of these, during the trial."""
     since_trial: int = 0
     contender: Strategy | None = None
     """A way that was just tried, while it is seen what the best one gives after that."""

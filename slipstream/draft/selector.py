@@ -55,6 +55,9 @@ PREPARING = 0.1
 """On a GPU steps of a new size need a graph. Of the time that steps of a size of batch have taken, so much may go into
 preparing ways that were never tried there, and what drafts have saved: so a run that is short does not pay for others
 that would have been long."""
+PREPARING_STEPS, COMPILING_STEPS = 60, 100
+"""As many steps a way is expected to take to prepare. What takes longer than these at once is a kernel being compiled,
+which is kept on the disk and nothing that this size of batch owes."""
 
 
 DEFAULT_STRATEGIES = (
@@ -89,9 +92,7 @@ class Choice:
 class Selector:
     def __init__(self, strategies: Sequence[Strategy] = DEFAULT_STRATEGIES, preparing: float = PREPARING) -> None:
         assert strategies[0] == OFF, "what must never be slower than off has to know first how fast off is"
-        self._strategies, self._preparing = tuple(strategies), preparing
-        self._prices: deque[float] = deque(maxlen=WINDOW)
-        """Seconds that the last ways to be tried first took to prepare."""
+        self._strategies, self._preparing, self._has_prepared = tuple(strategies), preparing, False
         self._buckets: dict[tuple[int, bool], Bucket] = {}
         """By the most sequences that count as this size, and whether texts repeat others."""
         self.choices: list[Choice] = []
@@ -147,16 +148,17 @@ class Selector:
         return next((one.best for one in alike if one is not None and one.best in untried), untried[0])
 
     def _may_prepare(self, bucket: Bucket) -> bool:
-        """One more way, as far as it can be told what that takes."""
-        price_s = statistics.median(self._prices) if self._prices else 0.0
-        return bucket.prepared_s + price_s <= self._preparing * bucket.ran_s + max(0.0, bucket.saved_s)
+        """One more way. Where nothing has to be prepared, as on CPU, always."""
+        if not self._has_prepared:
+            return True
+        owed_s = bucket.prepared_s + PREPARING_STEPS * bucket.unit_s
+        return owed_s <= self._preparing * bucket.ran_s + max(0.0, bucket.saved_s)
 
     def observe_preparing(self, batch: int, seconds: float, is_matching: bool = False) -> None:
         """A step with drafts took so much longer, because it was the first or second of its size."""
         bucket = self._bucket(batch, is_matching)
-        bucket.prepared_s += seconds
-        if bucket.trial is not None:
-            bucket.trial_prepared_s += seconds
+        bucket.prepared_s += min(seconds, COMPILING_STEPS * bucket.unit_s)
+        self._has_prepared = True
 
     def observe(
         self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
@@ -190,10 +192,8 @@ class Selector:
             took_s = statistics.median(step_s for _, step_s in counted)
             is_over |= bucket.worth(strategy) * tokens / took_s < HOPELESS * bucket.rate(bucket.best)
         if is_over:
-            if strategy not in bucket.costs and strategy != OFF:
-                self._prices.append(bucket.trial_prepared_s)
             bucket.learn(strategy, counted)
-            bucket.trial, bucket.trial_steps, bucket.since_trial, bucket.trial_prepared_s = None, [], 0, 0.0
+            bucket.trial, bucket.trial_steps, bucket.since_trial = None, [], 0
             gain = bucket.rate(strategy) / bucket.rate(bucket.best)
             if gain > AT_ONCE or strategy == OFF:
                 self._settle(batch, bucket, strategy)

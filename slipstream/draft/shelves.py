@@ -46,19 +46,20 @@ def lay_out(
     prompt_ids: Sequence[int], past: Sequence[Text], num_members: int, max_new_tokens: int, sibling_weight: int
 ) -> Shelf:
     tail = prompt_ids[-MAX_MATCH:]
-    stretches: list[tuple[Sequence[int], Sequence[int], int, int]]
-    stretches = [((), (), 0, 0), ((), prompt_ids, 1, OWN_TEXT)]
-    stretches += [(tail, text.token_ids, text.weight, HISTORY) for text in past]
-    stretches += [(tail, (NO_TEXT,) * max_new_tokens, sibling_weight, SIBLING)] * num_members
-    ends = list(accumulate(len(before) + len(text) + 1 for before, text, _, _ in stretches))
-    content = np.empty((3, ends[-1]), np.int32)
-    content[0] = NO_TEXT
-    for (before, text, weight, source), start, end in zip(stretches, [0, *ends], ends, strict=False):
-        content[0, start : start + len(before)] = before
-        content[0, start + len(before) : end - 1] = text
-        content[1, start:end], content[2, start:end] = weight, source
-    firsts = ends[len(ends) - num_members - 1 : -1]
-    return Shelf(content, tuple(first + len(tail) - len(prompt_ids) for first in firsts))
+    texts: list[tuple[Sequence[int], int, int]] = [(prompt_ids, 1, OWN_TEXT)]
+    texts += [((*tail, *text.token_ids), text.weight, HISTORY) for text in past]
+    starts = list(accumulate((len(text) + 1 for text, _, _ in texts), initial=1))
+    room = len(tail) + max_new_tokens + 1
+    content = np.empty((3, starts[-1] + num_members * room), np.int32)
+    content[0], content[1:, 0] = NO_TEXT, 0
+    for (text, weight, source), start in zip(texts, starts, strict=False):
+        end = start + len(text)
+        content[0, start:end] = text
+        content[1, start : end + 1], content[2, start : end + 1] = weight, source
+    members = content[:, starts[-1] :].reshape(3, num_members, room)
+    members[0, :, : len(tail)] = tail
+    members[1], members[2] = sibling_weight, SIBLING
+    return Shelf(content, tuple(starts[-1] + len(tail) - len(prompt_ids) + room * one for one in range(num_members)))
 
 
 def shelf_tokens(num_prompt: int, num_texts: int, text_tokens: int) -> int:

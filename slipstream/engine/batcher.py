@@ -19,16 +19,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 
 from slipstream.engine.pages import PagePool
-from slipstream.engine.sequences import Group, PartialRollout, Running, Sampler, Seat, StepPlan
+from slipstream.engine.sequences import Group, PartialRollout, Running, Sampled, Sampler, Seat, StepPlan
 from slipstream.engine.stopping import StopTexts
 from slipstream.types import Request, Rollout
 
 MAX_STOP_TOKENS = 8
 """Of one request: the device compares every sampled token with all of them."""
+NOTHING: Sampled = ([], [], [], 0)
 
 
 class Batcher:
@@ -64,7 +65,8 @@ class Batcher:
         self._live: set[str] = set()
         self._free_slots = list(range(num_slots))
         self._seat_numbers = count()
-        self._allotted = [0] * num_slots
+        self._allotted: dict[int, int] = {}
+        """By slot: tokens it may run, as the device knows."""
         self._vacated: list[int] = []
 
     @property
@@ -174,7 +176,7 @@ class Batcher:
             shares = self._share_out()  # all who had a share were preempted: it is the others' turn
         shares = {sequence: shares[sequence] for sequence in drafts}
         samplers = []
-        allotted = [0] * len(self._allotted)
+        allotted: dict[int, int] = {}
         with_cuts = False
         for sequence, tokens in shares.items():
             num_drafts = drafts[sequence]
@@ -185,7 +187,8 @@ class Batcher:
                 sequence.num_hoped += num_drafts
                 samplers.append(Sampler(sequence, sequence.seat, num_drafts))
                 with_cuts |= sequence.request.sampling.cuts_tail
-        changed = tuple((slot, tokens) for slot, tokens in enumerate(allotted) if tokens != self._allotted[slot])
+        changed = [(slot, tokens) for slot, tokens in allotted.items() if tokens != self._allotted.get(slot)]
+        changed += [(slot, 0) for slot in self._allotted if slot not in allotted]
         self._allotted = allotted
         vacated, self._vacated = self._vacated, []
         num_drafts = min(max_drafts, sum(sampler.num_drafts for sampler in samplers))
@@ -194,7 +197,7 @@ class Batcher:
             copies=tuple(copies),
             seats=tuple(seat for seat in seats if seat.sequence.slot == seat.slot),
             pages=tuple(entries),
-            allotments=changed,
+            allotments=tuple(changed),
             samplers=tuple(samplers),
             num_rows=len(shares),
             num_tokens=sum(shares.values()) + num_drafts,
@@ -203,26 +206,20 @@ class Batcher:
         )
 
     def commit(
-        self,
-        plan: StepPlan,
-        tokens: Sequence[Sequence[int]],
-        logprobs: Sequence[Sequence[float]],
-        version: int,
-        origins: Sequence[Sequence[int]] | None = None,
+        self, plan: StepPlan, report: Mapping[int, Sampled], version: int, *, keeps_origins: bool = False
     ) -> list[Rollout]:
-        """Take in what each slot sampled, and where from if drafts are in use; give back what has ended."""
+        """Take in what slots sampled, and where from if drafts are in use; give back what has ended."""
         finished: list[Rollout] = []
         for sequence, seat, num_drafts in plan.samplers:
             if sequence.seat != seat:
                 continue  # taken out meanwhile: the tokens will be computed again
-            slot = sequence.slot
-            new = tokens[slot]
+            new, logprobs, origins, _ = report.get(sequence.slot, NOTHING)
             sequence.num_unread -= 1
             sequence.num_hoped -= num_drafts
             sequence.token_ids += new
-            sequence.logprobs += logprobs[slot]
-            if origins is not None:
-                sequence.origins += origins[slot]
+            sequence.logprobs += logprobs
+            if keeps_origins:
+                sequence.origins += origins
             sequence.num_launched += len(new) - 1
             self.num_sampled += len(new)
             if sequence.first_version < 0:
@@ -434,7 +431,7 @@ class Batcher:
                 self._collect_prompt(group)
         del self._seated[sequence.request.uid]
         self.pool.give_back(sequence.pages)
-        self._allotted[sequence.slot] = 0
+        self._allotted.pop(sequence.slot, None)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.pages, sequence.slot, sequence.seat = [], -1, -1
 

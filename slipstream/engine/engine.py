@@ -373,15 +373,13 @@ class Engine:
         drafting = DraftSizes(num_askers, strategy.depth, branches, strategy.min_match > 0)
         return [Launch(drafting, None), Launch(None, step)] if strategy.depth else [Launch(drafting, step)]
 
-    def _tell_policy(self, launched: Launched, tokens: Sequence[Sequence[int]]) -> None:
-        """How long the step took, if it only decoded, needed no preparation and came right after another."""
+    def _tell_policy(self, launched: Launched, num_tokens: Sequence[int]) -> None:
+        """How long the step took, if it only decoded, needed no preparation and came right after another.
+
+        Sequences that had ended in a step launched earlier ran for nothing: they say nothing of what drafts give."""
         before, self._last_done = self._last_done, launched.done
         plan = launched.plan
-        if self.policy is None or before is None or not launched.was_prepared or plan.num_prefilled:
-            return
-        # Sequences that had ended in a step launched earlier ran for nothing: they say nothing of what drafts give.
-        num_tokens = [len(line) for line in tokens if line]
-        if not num_tokens:
+        if self.policy is None or before is None or not launched.was_prepared or plan.num_prefilled or not num_tokens:
             return
         if isinstance(launched.done, torch.cuda.Event):
             seconds = before.elapsed_time(launched.done) / 1e3  # type: ignore[union-attr]
@@ -419,25 +417,25 @@ class Engine:
             launched.done.synchronize()
         report = read_report(launched.report)
         broken = []
-        if any(BROKEN in line for line in report.tokens):
+        if any(BROKEN in tokens for tokens, _, _, _ in report.values()):
             broken = [
-                sampler.sequence.request.uid
-                for sampler in launched.plan.samplers
-                if sampler.sequence.seat == sampler.seat and BROKEN in report.tokens[sampler.sequence.slot]
+                sequence.request.uid
+                for sequence, seat, _ in launched.plan.samplers
+                if sequence.seat == seat and sequence.slot in report and BROKEN in report[sequence.slot][0]
             ]
         for uid in broken:
             self._withdraw(uid)
-        origins = report.origins if self.drafter is not None else None
-        finished = self._batcher.commit(launched.plan, report.tokens, report.logprobs, launched.version, origins)
+        finished = self._batcher.commit(launched.plan, report, launched.version, keeps_origins=self.drafter is not None)
         self._ready += finished
         if self.drafter is not None:
             for rollout in finished:
                 self.drafter.forget(rollout.request.uid)
-            self._draft_counts.add(report.num_drafted, report.origins)
-            looked = launched.drafts.strategy.looks_for_matches
-            self._are_matching = looked and are_matching(report.origins)
-            self._demand.observe(launched.drafts, launched.plan.num_drafts, sum(report.num_drafted))
-        self._tell_policy(launched, report.tokens)
+            num_drafted = [num_drafted for _, _, _, num_drafted in report.values()]
+            origins = [origins for _, _, origins, _ in report.values()]
+            self._draft_counts.add(num_drafted, origins)
+            self._are_matching = launched.drafts.strategy.looks_for_matches and are_matching(origins)
+            self._demand.observe(launched.drafts, launched.plan.num_drafts, sum(num_drafted))
+        self._tell_policy(launched, [len(tokens) for tokens, _, _, _ in report.values()])
         if broken:
             raise BrokenLogits(
                 f"the model gave logits that are not numbers (NaN or infinite) for {broken[0]} and {len(broken) - 1} "

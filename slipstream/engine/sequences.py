@@ -11,6 +11,10 @@ from typing import NamedTuple
 
 from slipstream.types import FinishReason, Request, Rollout
 
+Sampled = tuple[list[int], list[float], list[int], int]
+"""What a slot sampled in a step: tokens, their log-probabilities and origins, and how many drafts were verified. There
+are hundreds a step, and a plain tuple takes the host the least."""
+
 
 @dataclass(slots=True, eq=False)
 class Running:

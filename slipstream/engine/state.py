@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.engine.batcher import MAX_STOP_TOKENS
-from slipstream.engine.sequences import Seat, StepPlan
+from slipstream.engine.sequences import Sampled, Seat, StepPlan
 from slipstream.engine.strategy import StepDrafts
 from slipstream.rng import MASK32
 from slipstream.types import SamplingParams
@@ -192,26 +192,19 @@ class Launched:
     """When the report is there: an event of the GPU, or the time on a CPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """The report on the host, for every slot: nothing where nothing was sampled."""
-
-    tokens: list[list[int]]
-    logprobs: list[list[float]]
-    origins: list[list[int]]
-    num_drafted: list[int]
-
-
-def read_report(report: Tensor) -> StepReport:
-    """From a copy on the host."""
+def read_report(report: Tensor) -> dict[int, Sampled]:
+    """From a copy on the host: what was sampled, by slot. Most slots may be free, and cost nothing here."""
     lines = report.numpy()
+    slots = lines[:, 0].nonzero()[0]
+    lines = lines[slots]
     width = (lines.shape[1] - 2) // 3
     parts = [lines[:, 2 + part * width : 2 + (part + 1) * width] for part in range(3)]
     parts[1] = parts[1].view(np.float32)
     here = np.arange(width) < lines[:, :1]
     ends = lines[:, 0].cumsum().tolist()
     tokens, logprobs, origins = (_cut(part[here].tolist(), ends) for part in parts)
-    return StepReport(tokens, logprobs, origins, lines[:, 1].tolist())
+    sampled = zip(tokens, logprobs, origins, lines[:, 1].tolist(), strict=True)
+    return dict(zip(slots.tolist(), sampled, strict=True))
 
 
 def _cut(values: list[Any], ends: list[int]) -> list[list[Any]]:

@@ -2,6 +2,7 @@
 
     python benchmarks/drafter_arms.py runs/smollm2 --batches 1,8,64 --out drafter_arms.json
     python benchmarks/drafter_arms.py runs/smollm2 --steps steps.json.gz  # for benchmarks/selector_replay.py
+    python benchmarks/drafter_arms.py runs/smollm2 --only '8 drafts, 1+' '4 drafts, 8+ or model 4'
 
 The run's prompts are sampled anew, with other seeds, by its last policy: the same tokens in every way, by construction
 and checked. First each way alone: tokens/s while the batch is full, the harmonic mean of walks over other texts each,
@@ -50,6 +51,7 @@ from slipstream.types import Request, SamplingParams
 
 ALONE = (Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4))
 """Of the model, whatever is known: a run that remembers texts has better."""
+WAYS = (*MIXED_STRATEGIES, *ALONE)
 SAMPLES, MAX_DRAFTS, TIMED_WALKS = 8, 32, 4
 LEARNING_WALKS = 4
 """That a selector has before it is timed, at least."""
@@ -170,10 +172,10 @@ class Bench:
         return result, {uid: text for _, texts in done for uid, text in texts.items()}
 
 
-def compare(bench: Bench, batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def compare(bench: Bench, batch: int, ways: Sequence[Strategy]) -> tuple[dict[str, Any], dict[str, Any]]:
     """How fast each way was, and its steps."""
     plain, texts = bench.measure(batch, None, bench.taught)
-    ways = [way for way in (*MIXED_STRATEGIES, *ALONE) if way.branches == 1 or batch <= TREE_ROWS]
+    ways = [way for way in ways if way.branches == 1 or batch <= TREE_ROWS]
     arms: dict[str, dict[str, Any]] = {}
     recorded = [Recorded(way) for way in ways]
     for policy in recorded:
@@ -250,15 +252,17 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--waves", type=int, default=3, help="sequences for each place in the batch, one after another")
+    parser.add_argument("--only", nargs="+", choices=list(map(str, WAYS)), help="ways to try alone, by their names")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=Path, help="write the steps of every way here, gzipped")
     arguments = parser.parse_args()
+    ways = [way for way in WAYS if arguments.only is None or str(way) in arguments.only]
     bench = Bench(arguments.run, arguments.new_tokens, arguments.waves)
     record = describe_machine(bench.model.device, bench.dtype)
     record |= {"what": "benchmarks/drafter_arms.py", "kind": bench.kind, "prompts": len(bench.prompts), "rows": []}
     steps = []
     for batch in map(int, arguments.batches.split(",")):
-        row, of_ways = compare(bench, batch)
+        row, of_ways = compare(bench, batch, ways)
         record["rows"].append(row)
         steps.append(of_ways)
         if arguments.out:

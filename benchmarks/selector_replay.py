@@ -61,7 +61,7 @@ def world_of(recorded: dict[Strategy, list[Step]], world: str) -> dict[Strategy,
         if world == "nothing" or (way.depth and not way.min_match):
             texts = [(batch, 1.0, 0.0) for batch, _, _ in recorded[OFF]]
         elif way.depth:
-            texts = recorded[COPY]
+            texts = recorded[Strategy(way.drafts_each, 1)]
         ways[way] = [(*text[:2], steps[number % len(steps)][2]) for number, text in enumerate(texts)]
     return ways
 

@@ -21,8 +21,14 @@ CLEARLY = 1.03
 """So many times faster another way has to be before it takes over; to stop drafting, just faster."""
 FOUND_AFTER = 3
 """Steps of a stretch that have run when the first of them is read."""
-SEEN_ROWS = 2048
-"""Sequences and steps, after which what stretches of repeated text brought is half forgotten."""
+STEP_ERROR, LEAST_ERROR = 1.0, 0.03
+"""Of the gain that a trial of one step of one sequence shows, and of the longest trial."""
+DRIFT = 1e-6
+"""Variance of a gain that comes with each step: texts change, and drafters learn."""
+DOUBT = 0.2
+"""Standard error of a gain after texts have changed."""
+SEEN_STEPS = 4000
+"""Steps after which what stretches of repeated text brought is half forgotten."""
 MANY_DRAFTS, FEW_ROWS = 8, 32
 """More drafts each than this are tried with up to so many sequences only, and once half as many have proved best."""
 
@@ -37,23 +43,31 @@ class Seen:
     tokens_outside: float = 0.0
     """In those outside of a stretch."""
     seconds_outside: float = 0.0
-    num_rows: float = 0.0
+    num_steps: float = 0.0
 
-    def add(self, batch: int, tokens: float, seconds: float, is_outside: bool) -> None:
-        keep = 0.5 if self.num_rows > SEEN_ROWS else 1.0
-        self.num_rows = keep * self.num_rows + batch
+    def add(self, tokens: float, seconds: float, is_outside: bool) -> None:
+        keep = 0.5 if self.num_steps > SEEN_STEPS else 1.0
+        self.num_steps = keep * self.num_steps + 1
         self.tokens, self.seconds = keep * self.tokens + tokens, keep * self.seconds + seconds
         self.tokens_outside = keep * self.tokens_outside + tokens * is_outside
         self.seconds_outside = keep * self.seconds_outside + seconds * is_outside
-
-    def rate(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
 
     def worth_of_passing_by(self) -> float:
         """Of a token outside, in those of a way that sees: less than one if stretches bring more than other texts."""
         if not self.tokens_outside:
             return 1.0
         return min(1.0, self.tokens_outside / self.seconds_outside * self.seconds / self.tokens)
+
+
+@dataclass(slots=True)
+class Gain:
+    """Tokens a second against those of other ways, in units that all share: by all trials, the last ones most."""
+
+    mean: float
+    variance: float
+    """Of the mean, at the time of the last trial."""
+    at: int
+    """The step of that."""
 
 
 @dataclass(slots=True)
@@ -76,6 +90,7 @@ class Bucket:
     """Outside only."""
     right: dict[Strategy, deque[float]] = field(default_factory=dict)
     """By way: right drafts a sequence in each step of its last trial; of the best one, in its last steps."""
+    gains: dict[Strategy, Gain] = field(default_factory=dict)
     costs: dict[Strategy, float] = field(default_factory=dict)
     """By way: the time of a step, in units that all ways share."""
     unit_s: float = 0.0
@@ -138,12 +153,41 @@ class Bucket:
         right = self.right[way]
         return 1.0 + max(0.0, statistics.fmean(right) + (errors * _error_of(right) if errors else 0.0))
 
-    def rate(self, way: Strategy, errors: float = 0.0) -> float:
+    def rate(self, way: Strategy) -> float:
         """Tokens a second and sequence, as they count."""
-        return self.worth(way) * self.plain_rate(way, errors)
+        return self.worth(way) * self.plain_rate(way)
 
-    def plain_rate(self, way: Strategy, errors: float = 0.0) -> float:
-        return self.tokens(way, errors) / (self.costs[way] * self.unit_s)
+    def plain_rate(self, way: Strategy) -> float:
+        return self.tokens(way) / (self.costs[way] * self.unit_s)
+
+    def gain(self, way: Strategy, errors: float = 0.0) -> float:
+        """Against the best way; with so many standard errors more, which grow as it is not tried."""
+        known, best = self.gains[way], self.gains[self.best]
+        error = math.sqrt(known.variance + DRIFT * (self.num_steps - known.at)) if errors else 0.0
+        return (known.mean + errors * error) / best.mean
+
+    def weigh(self, way: Strategy, other: Strategy) -> None:
+        """What is known of one against another, by their last steps. The other counts as known."""
+        ratio = self.rate(way) / self.rate(other)
+        # Not by how far steps differed: where texts are repeated they differ most, and would count least.
+        num_rows = [self.size * len(self.right[one]) for one in (way, other) if one != OFF]
+        scale = self.gains[other].mean if other in self.gains else 1.0
+        measured, variance = scale * ratio, scale**2 * (LEAST_ERROR**2 + sum(STEP_ERROR**2 / rows for rows in num_rows))
+        before = self.gains.get(way)
+        if before is None:
+            self.gains[way] = Gain(measured, variance, self.num_steps)
+            return
+        drifted = before.variance + scale**2 * DRIFT * (self.num_steps - before.at)
+        share = drifted / (drifted + variance)
+        self.gains[way] = Gain(before.mean + share * (measured - before.mean), (1 - share) * drifted, self.num_steps)
+
+    def doubt_drafts(self, gain: float) -> None:
+        """The best way gives so many times the tokens of none, which is less than it did: texts have changed, for the
+        other ways as well."""
+        change = gain * self.gains[OFF].mean / self.gains[self.best].mean
+        for way, known in self.gains.items():
+            if way != OFF:
+                known.mean, known.variance, known.at = change * known.mean, DOUBT**2, self.num_steps
 
     def follow_best(self, tokens: float, seconds: float) -> None:
         """A step of the best way gave a sequence so many. How long it took says more about the way at first, whose
@@ -178,6 +222,8 @@ class Bucket:
                 self.costs[way] = outside.costs[way]
                 self.right[way] = deque(list(outside.right[way])[-FOUND_AFTER:], maxlen=self.window)
         self.unit_s = outside.unit_s
+        for way in self.costs:
+            self.weigh(way, OFF)
         if outside.best in self.costs:
             self.take(outside.best)
 

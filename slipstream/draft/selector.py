@@ -2,7 +2,8 @@
 
 Pure: it is told what a step did and how long it took, and says what the next one should do. A new size of batch tries
 every way for a few steps, but for those that cannot win by what the others have shown; afterwards the best stays until
-another is better than it was just before and after a trial. So drafts that do not pay cost a step or two in a hundred.
+another is better by its trials, each against what the best gave just before and after. So drafts that do not pay cost a
+step or two in a hundred.
 
 Texts that repeat others come in stretches, in which copies are cheap and right, and a model that drafts is not: steps
 in a stretch are judged apart from those outside. There, a way that looks for copies also finds the next stretch, and
@@ -117,16 +118,16 @@ class Selector:
             return
         others = [way for way in bucket.costs if way != bucket.best]
         length, best_rate = max(TRIAL, TRIAL_ROWS // batch), bucket.rate(bucket.best)
-        promising = max(others, key=bucket.rate, default=bucket.best)
-        if bucket.since_trial and bucket.rate(promising) > CLEARLY * best_rate:
-            # The best way is not what it was, or texts are not: this one has only to show that it still is.
+        promising = max(others, key=bucket.gain, default=bucket.best)
+        if bucket.since_trial and bucket.gain(promising) > CLEARLY:
+            # Better by what is known, if not for certain.
             bucket.trial, bucket.trial_length = promising, length
             return
         if not others or bucket.since_trial < BETWEEN_TRIALS:
             return
         # Steps that a trial loses, if the way is as good as it may be by what is known: one that looked bad by chance
         # is soon tried again. Those that lose little have more trials, so that all together cost what they may.
-        hopes = {way: bucket.rate(way, errors=1.0) for way in others}
+        hopes = {way: best_rate * bucket.gain(way, errors=1.0) for way in others}
         losses = {way: max(LEAST_LOSS, length * (best_rate / hopes[way] - 1)) for way in others}
         shares = sum(1 / loss for loss in losses.values())
 
@@ -172,7 +173,7 @@ class Selector:
             saved_s = tokens_each / bucket.plain_rate(OFF) - seconds
             self.saved_s, bucket.saved_s = self.saved_s + saved_s, bucket.saved_s + saved_s
         if is_matching or strategy.looks_for_matches:
-            self._bucket(batch).seen.add(batch, tokens_each, seconds, not is_matching)
+            self._bucket(batch).seen.add(tokens_each, seconds, not is_matching)
         bucket.num_steps += 1
         bucket.since_trial += 1
         if bucket.trial != strategy:
@@ -195,9 +196,9 @@ class Selector:
             bucket.learn(strategy, counted)
             bucket.trial, bucket.trial_steps, bucket.since_trial = None, [], 0
             gain = bucket.rate(strategy) / bucket.rate(bucket.best)
-            if gain > AT_ONCE or strategy == OFF:
+            if gain > AT_ONCE or gain < HOPELESS or strategy == OFF:
                 self._settle(batch, bucket, strategy)
-            elif gain > HOPELESS:
+            else:
                 bucket.contender = strategy
             self._note_hopeless(batch, bucket)
 
@@ -242,6 +243,7 @@ class Selector:
                 way = Strategy(*numbers)
                 if way in bucket.ways:
                     bucket.costs[way], bucket.right[way] = cost, deque(right, maxlen=bucket.window)
+                    bucket.weigh(way, OFF)
             best = Strategy(*saved["best"])
             if OFF in bucket.costs:  # else hardly anything was known
                 bucket.take(best if best in bucket.costs else OFF)
@@ -263,34 +265,36 @@ class Selector:
                 size <= (TREE_ROWS if way.branches > 1 else FEW_ROWS)
                 or (way.drafts_each <= MANY_DRAFTS and way.branches == 1)
             )
-            and not (is_matching and 0 < way.drafts_each < MATCHING)  # would not see that the stretch goes on
+            # Fewer drafts would not show that a stretch goes on; one who repeats a text has no use for a model.
+            and not (is_matching and 0 < way.drafts_each < MATCHING)
+            and not (is_matching and size == 1 and way.depth)
         ]
         window = WINDOW_ALONE if size == 1 else max(WINDOW, WINDOW_ROWS // size)
         return Bucket(ways, size, is_matching, window)
 
     def _settle(self, batch: int, bucket: Bucket, way: Strategy) -> None:
-        """Between the best way and another, which must be faster at worst, by its last trial."""
+        """Between the best way and another, which has just been tried and must be faster at worst."""
         if way == bucket.contender:
             bucket.contender = None
-        if way not in bucket.costs or way == bucket.best:
+        if way not in bucket.costs:
             return
-        best_rate = bucket.rate(bucket.best)
-        if bucket.rate(way, errors=-0.5) > (1.0 if way == OFF else CLEARLY) * best_rate:
-            gain = bucket.rate(way) / best_rate
-            reason = f"{way} gives {gain:.2f} times the tokens of {bucket.best}"
+        bucket.weigh(way, bucket.best)
+        if way != bucket.best and bucket.gain(way, errors=-0.5) > (1.0 if way == OFF else CLEARLY):
+            reason = f"{way} gives {bucket.gain(way):.2f} times the tokens of {bucket.best}"
             self.choices.append(Choice(batch, way, reason, bucket.is_matching))
             bucket.take(way)
 
     def _guard(self, batch: int, bucket: Bucket) -> None:
         """Texts may have changed, but not what no drafts give. A quiet while is no reason to stop looking for stretches
         that have paid so far, unless it is dear."""
-        if OFF not in bucket.costs:
+        if bucket.best == OFF:
             return
-        off_rate = bucket.plain_rate(OFF)
-        finds_stretches = bucket.best.looks_for_matches and not bucket.is_matching
-        has_paid = finds_stretches and bucket.seen.rate() >= off_rate
-        if not has_paid or bucket.rate(bucket.best) < DEAR * off_rate:
-            self._settle(batch, bucket, OFF)
+        rate, off_rate = bucket.rate(bucket.best), max(bucket.rate(OFF), DEAR * bucket.plain_rate(OFF))
+        if rate < off_rate:
+            bucket.doubt_drafts(rate / bucket.rate(OFF))
+            reason = f"off gives {off_rate / rate:.2f} times the tokens of {bucket.best}"
+            self.choices.append(Choice(batch, OFF, reason, bucket.is_matching))
+            bucket.take(OFF)
 
     def _note_hopeless(self, batch: int, bucket: Bucket) -> None:
         for way in bucket.ways:

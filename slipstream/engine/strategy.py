@@ -11,6 +11,9 @@ from typing import Protocol
 
 from slipstream.types import TEXT_ORIGINS
 
+MATCHING = 2.0
+"""Right drafts from texts that a sequence must have had in a step, on average, for sequences to count as matching."""
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -25,8 +28,8 @@ class Strategy:
 
     @property
     def looks_for_matches(self) -> bool:
-        """In texts that are known: whether it would find out that a sequence repeats one."""
-        return self.drafts_each > 0 and self.min_match > 0
+        """In texts that are known: whether it would find out that sequences repeat one."""
+        return self.drafts_each >= MATCHING and self.min_match > 0
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
@@ -44,10 +47,6 @@ class Strategy:
 
 
 OFF = Strategy(0.0)
-
-
-MATCHING = 2.0
-"""Right drafts from texts that a sequence must have had in a step, on average, for sequences to count as matching."""
 
 
 def are_matching(origins: Iterable[Sequence[int]]) -> bool:

@@ -252,7 +252,9 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--waves", type=int, default=3, help="sequences for each place in the batch, one after another")
-    parser.add_argument("--only", nargs="+", choices=list(map(str, WAYS)), help="ways to try alone, by their names")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WAY", choices=list(map(str, WAYS)), help="ways to try alone, by their names"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=Path, help="write the steps of every way here, gzipped")
     arguments = parser.parse_args()

@@ -25,8 +25,11 @@ STEP_ERROR, LEAST_ERROR = 1.0, 0.03
 """Of the gain that a trial of one step of one sequence shows, and of the longest trial."""
 DRIFT = 1e-6
 """Variance of a gain that comes with each step: texts change, and drafters learn."""
+SURPRISE, DEAR = 4.0, 0.8
+"""Texts have changed where the best way gives so many standard errors less than it did, or so few times the tokens of
+none: then what it gave before counts no more."""
 DOUBT = 0.2
-"""Standard error of a gain after texts have changed."""
+"""Standard error of all gains once none is better than the best."""
 SEEN_STEPS = 4000
 """Steps after which what stretches of repeated text brought is half forgotten."""
 MANY_DRAFTS, FEW_ROWS = 8, 32
@@ -166,8 +169,9 @@ class Bucket:
         error = math.sqrt(known.variance + DRIFT * (self.num_steps - known.at)) if errors else 0.0
         return (known.mean + errors * error) / best.mean
 
-    def weigh(self, way: Strategy, other: Strategy) -> None:
-        """What is known of one against another, by their last steps. The other counts as known."""
+    def weigh(self, way: Strategy, other: Strategy) -> float:
+        """What is known of one against another, by their last steps. The other counts as known. By how many standard
+        errors it was more than was expected."""
         ratio = self.rate(way) / self.rate(other)
         # Not by how far steps differed: where texts are repeated they differ most, and would count least.
         num_rows = [self.size * len(self.right[one]) for one in (way, other) if one != OFF]
@@ -176,18 +180,24 @@ class Bucket:
         before = self.gains.get(way)
         if before is None:
             self.gains[way] = Gain(measured, variance, self.num_steps)
-            return
+            return 0.0
         drifted = before.variance + scale**2 * DRIFT * (self.num_steps - before.at)
         share = drifted / (drifted + variance)
         self.gains[way] = Gain(before.mean + share * (measured - before.mean), (1 - share) * drifted, self.num_steps)
+        return (measured - before.mean) / math.sqrt(drifted + variance)
 
-    def doubt_drafts(self, gain: float) -> None:
-        """The best way gives so many times the tokens of none, which is less than it did: texts have changed, for the
-        other ways as well."""
-        change = gain * self.gains[OFF].mean / self.gains[self.best].mean
+    def weigh_drafts(self) -> None:
+        """All drafts against none, by what the best way gives: texts that are harder for it are so for the others."""
+        before, off = self.gains[self.best].mean, self.gains[OFF].mean
+        surprise = self.weigh(self.best, OFF)
+        if surprise < -SURPRISE or self.rate(self.best) < DEAR * self.plain_rate(OFF):
+            self.gains[self.best].mean = off * self.rate(self.best) / self.rate(OFF)
+        now = self.gains[self.best].mean
         for way, known in self.gains.items():
-            if way != OFF:
-                known.mean, known.variance, known.at = change * known.mean, DOUBT**2, self.num_steps
+            if way not in (OFF, self.best):
+                known.mean *= now / before
+            if way != OFF and now < off:
+                known.variance, known.at = DOUBT**2, self.num_steps
 
     def follow_best(self, tokens: float, seconds: float) -> None:
         """A step of the best way gave a sequence so many. How long it took says more about the way at first, whose

@@ -50,8 +50,6 @@ OUTDATED = 3
 """Times as much may a trial cost of a way that has not been tried since the best way changed."""
 HOPELESS = 0.85
 """A trial ends early when its way gives less than so many times the tokens of the best."""
-DEAR = 0.8
-"""Drafts that give less than so many times the tokens of none are left at once."""
 PREPARING = 0.1
 """On a GPU steps of a new size need a graph. Of the time that steps of a size of batch have taken, so much may go into
 preparing ways that were never tried there, and what drafts have saved: so a run that is short does not pay for others
@@ -289,10 +287,9 @@ class Selector:
         that have paid so far, unless it is dear."""
         if bucket.best == OFF:
             return
-        rate, off_rate = bucket.rate(bucket.best), max(bucket.rate(OFF), DEAR * bucket.plain_rate(OFF))
-        if rate < off_rate:
-            bucket.doubt_drafts(rate / bucket.rate(OFF))
-            reason = f"off gives {off_rate / rate:.2f} times the tokens of {bucket.best}"
+        bucket.weigh_drafts()
+        if bucket.gain(OFF) > 1.0:
+            reason = f"off gives {bucket.gain(OFF):.2f} times the tokens of {bucket.best}"
             self.choices.append(Choice(batch, OFF, reason, bucket.is_matching))
             bucket.take(OFF)
 

@@ -6,6 +6,7 @@ ends; whoever dies without a word was killed.
 
 from __future__ import annotations
 
+import ctypes
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -47,6 +48,8 @@ from slipstream.train.trainer_rank import TrainerRank
 
 WAIT_S = 1.0
 """A trainer with nothing to do says so as often."""
+MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 20
+"""The number of this setting of glibc, and what it is set to."""
 
 
 def sample_in_process(
@@ -102,6 +105,7 @@ def train_in_process(
         device = choose_device(config.device)
         if device.type == "cuda" and config.engine.exact:
             use_batch_invariant_products()
+        map_large_blocks()
         source, num_ranks = str(checkpoint_folder), config.train.ranks
         trainer = TrainerRank(config, source, rank=rank, num_ranks=num_ranks, rendezvous=rendezvous, resume=True)
         if config.algorithm.kl_coef > 0:
@@ -117,6 +121,14 @@ def train_in_process(
             worker.tell()
 
     _work_or_tell(work, lambda error, text: pipe.say(TrainerBroke(type(error).__name__, text)))
+
+
+def map_large_blocks() -> None:
+    """So that they are given back once they are freed. By itself glibc takes ever larger ones from its heap, where they
+    leave holes, and a process that trains grows for as long as it lives. Other libraries have no such setting."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def _work_or_tell(work: Callable[[], None], tell: Callable[[Exception, str], None]) -> None:

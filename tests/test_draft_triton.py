@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -57,13 +56,10 @@ def random_case(seed: int, device: torch.device) -> tuple[HistoryDrafter, StepSt
         drafter.expect(requests)
         for member, request in enumerate(requests):
             said = list(text(dice.randint(0, 20)))
-            slot = 2 * group + member
-            seats.append(Seat(slot, Running(request, said, slot=slot), (*prompt, *said), 0))
+            seats.append(Seat(2 * group + member, Running(request, said), (*prompt, *said), 0))
     plan = StepPlan((), (), tuple(seats), (), (), (), 0, 0, 0, False)
     state.apply(plan)
     drafter.follow(plan)
-    while drafter._without_shelf:
-        drafter.follow(replace(plan, seats=()))
     state["computed"].copy_(state["known"] - 1)
     state["allotted"][:4] = 1 + MAX_DRAFTS
     state["greedy"][1] = 1
@@ -103,7 +99,7 @@ def test_of_many_places_the_last_vote(few_blocks: int, monkeypatch: pytest.Monke
         for seed in range(12):
             request = Request(f"r{seed}", f"r{seed}", (7,), derive_seed(seed), SamplingParams(max_new_tokens=10))
             drafter.expect([request])
-            plan = StepPlan((), (), (Seat(0, Running(request, [], slot=0), (7,), 0),), (), (), (), 0, 0, 0, False)
+            plan = StepPlan((), (), (Seat(0, Running(request, []), (7,), 0),), (), (), (), 0, 0, 0, False)
             state.apply(plan)
             drafter.follow(plan)
             count = drafter._find(state, torch.tensor([4, 0], dtype=torch.int32, device=device))[0]

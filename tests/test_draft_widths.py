@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -46,12 +45,10 @@ def random_case(seed: int, rule: Rule, device: torch.device) -> tuple[HistoryDra
         request = Request(f"r{slot}", f"g{slot}", (3, 4, 5, 3), slot, SamplingParams(max_new_tokens=60))
         drafter.expect([request])
         said = [4, 5, 3] * dice.randint(0, 9)
-        seats.append(Seat(slot, Running(request, said, slot=slot), (3, 4, 5, 3, *said), 0))
+        seats.append(Seat(slot, Running(request, said), (3, 4, 5, 3, *said), 0))
     plan = StepPlan((), (), tuple(seats), (), (), (), 0, 0, 0, False)
     state.apply(plan)
     drafter.follow(plan)
-    while drafter._without_shelf:
-        drafter.follow(replace(plan, seats=()))
     for slot in range(NUM_SLOTS):
         state["computed"][slot] = max(0, int(state["known"][slot]) - dice.choice((1, 1, 1, 4)))
         state["allotted"][slot] = dice.choice((1, 3, 7))

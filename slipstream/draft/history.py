@@ -2,8 +2,7 @@
 
 Owns the library on the device, in which each group has a shelf (`shelves.py`), and what each slot has earned
 (`widths.py`). The search is `match.py` on CPU and `triton_match.py` on a GPU, within the step. The host only lays out
-the shelves of groups that have slots, one a step, so that a GPU does not wait for those of a whole batch, and gives one
-back when the last member has ended.
+the shelf of a group that gets its first slot, and gives it back when the last member has ended.
 
 Axes: S slots and the trash slot, B places of the library, J drafts of a slot.
 """
@@ -11,7 +10,6 @@ Axes: S slots and the trash slot, B places of the library, J drafts of a slot.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -26,7 +24,7 @@ from slipstream.draft import cpu_widths, match, widths
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.shelves import ALIGNMENT, MAX_MATCH, NO_TEXT, Shelving, Text, lay_out
 from slipstream.engine.packing import DraftSizes
-from slipstream.engine.sequences import Seat, StepPlan
+from slipstream.engine.sequences import StepPlan
 from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Strategy
 from slipstream.engine.trees import KeptPath
@@ -58,10 +56,8 @@ class _Group:
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     open: set[str]
-    seats: dict[str, Seat] = field(default_factory=dict)
-    """The last of each member that has had one."""
-    written: set[str] = field(default_factory=set)
-    """Members that may have written."""
+    seated: set[str] = field(default_factory=set)
+    """Members that have had a slot, and so may have written."""
     is_laid_out: bool = False
     start: int | None = None
     """None: not laid out yet, or the library had no room."""
@@ -92,8 +88,6 @@ class HistoryDrafter:
         self._longest_shelf = min(library_tokens, longest_shelf or library_tokens)
         self._rule: widths.Rule = rule
         self._groups: dict[str, _Group] = {}
-        self._without_shelf: deque[_Group] = deque()
-        """Groups that have slots, in the order in which they got one."""
         self._shelving = Shelving(library_tokens)
         self.num_unserved = 0
         self.spent_s = 0.0
@@ -261,38 +255,24 @@ class HistoryDrafter:
     def follow(self, plan: StepPlan) -> None:
         lines = []
         for seat in plan.seats:
-            uid = seat.sequence.request.uid
-            group = self._groups[uid]
-            if not group.seats:
-                self._without_shelf.append(group)
-            group.seats[uid] = seat
-            lines.append(self._line(group, uid))
-        if self._without_shelf:
-            group = self._without_shelf.popleft()
-            if group.open:
+            request = seat.sequence.request
+            group = self._groups[request.uid]
+            if not group.is_laid_out:
                 self._lay_out(group)
-                lines += [self._line(group, uid) for uid in group.open if self._has_seat(group, uid)]
+            if group.start is None:
+                lines.append((seat.slot, 0, 0, 0, 0))
+                continue
+            base = group.segments[group.members[request.uid]]
+            if seat.sequence.token_ids or request.uid in group.seated:
+                self._write_text(group, base, seat.sequence.token_ids)
+            group.seated.add(request.uid)
+            own = base + max(0, len(group.prompt_ids) - MAX_MATCH)
+            lines.append((seat.slot, group.start, group.end, base, own))
         if not lines:
             return
         width = min(widths.START_WIDTH, self.max_drafts)
-        numbers = [(*line, width, 0, 0) for line in {line[0]: line for line in lines}.values()]
-        numbers_L8 = self._to_device(torch.tensor(numbers, dtype=torch.int32))
-        self._block.index_copy_(1, numbers_L8[:, 0].long(), numbers_L8[:, 1:].T)
-
-    def _has_seat(self, group: _Group, uid: str) -> bool:
-        seat = group.seats.get(uid)
-        return seat is not None and seat.sequence.slot == seat.slot
-
-    def _line(self, group: _Group, uid: str) -> tuple[int, ...]:
-        """What the device is to know of a member that has a slot; its text so far is in the library then."""
-        seat = group.seats[uid]
-        if group.start is None:
-            return seat.slot, 0, 0, 0, 0
-        base, token_ids = group.segments[group.members[uid]], seat.sequence.token_ids
-        if token_ids or uid in group.written:
-            self._write_text(group, base, token_ids)
-        group.written.add(uid)
-        return seat.slot, group.start, group.end, base, base + max(0, len(group.prompt_ids) - MAX_MATCH)
+        numbers = self._to_device(torch.tensor([(*line, width, 0, 0) for line in lines], dtype=torch.int32))
+        self._block.index_copy_(1, numbers[:, 0].long(), numbers[:, 1:].T)
 
     def forget(self, uid: str) -> None:
         group = self._groups.pop(uid)

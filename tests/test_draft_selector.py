@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from slipstream.draft.selector import DEFAULT_STRATEGIES, MODEL_STRATEGIES, PREPARING, Selector
+from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES, PREPARING, Selector
 from slipstream.engine.strategy import MATCHING, OFF, Strategy
 
 World = Callable[[int, Strategy], tuple[int, float]]
@@ -360,6 +360,39 @@ def test_a_way_that_finds_stretches_is_not_left_for_one_that_passes_them_by() ->
         selector = Selector([OFF, COPY])
         assert drive_stretches(selector, False, 4000, seed) > 1.35
         assert selector.best(1) == COPY and selector.best(1, is_matching=True) == COPY
+
+
+def test_what_is_prepared_outside_is_tried_in_a_stretch_whatever_may_be_spent() -> None:
+    selector = Selector([OFF, Strategy(2.0, 1), COPY, Strategy(16.0, 1)])
+    drive(selector, world_with(0.3, 0.1), 8, 300)
+    known = set(selector.rates(8))
+    for _ in range(100):
+        for is_matching in (False, True):
+            selector.observe_preparing(8, 1e6, is_matching)
+    tried = set()
+    for _ in range(200):
+        way = selector.choose(8, True)
+        tried.add(way)
+        selector.observe(8, way, 1.0, 1.0, True)
+    assert tried == known and COPY in known and Strategy(16.0, 1) not in known
+
+
+def test_one_who_repeats_a_text_alone_asks_no_model() -> None:
+    selector = Selector([OFF, COPY, BOTH])
+    drive_stretches(selector, True, 4000)
+    assert not any(selector.choose(1, True).depth for _ in range(50))
+    assert any(way.depth for way in selector.rates(1))
+
+
+@pytest.mark.parametrize("batch", [3, 5, 7, 12])
+def test_drafts_may_be_given_up_while_a_trial_is_not_settled(batch: int) -> None:
+    """Whatever falls on the same step."""
+    for seed in range(30):
+        easy, hard, selector = texts_with(0.7, 0.5, seed), world_with(0.0, 0.2, seed), Selector(MIXED_STRATEGIES)
+        for _ in range(4):
+            drive(selector, easy, batch, 150 + seed)
+            drive(selector, hard, batch, 100 + seed)
+        assert selector.best(batch) in MIXED_STRATEGIES
 
 
 def test_both_kinds_of_texts_survive_a_checkpoint() -> None:

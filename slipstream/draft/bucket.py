@@ -25,11 +25,10 @@ STEP_ERROR, LEAST_ERROR = 1.0, 0.03
 """Of the gain that a trial of one step of one sequence shows, and of the longest trial."""
 DRIFT = 1e-6
 """Variance of a gain that comes with each step: texts change, and drafters learn."""
-SURPRISE, DEAR = 4.0, 0.8
-"""Texts have changed where the best way gives so many standard errors less than it did, or so few times the tokens of
-none: then what it gave before counts no more."""
+SURPRISE = 4.0
+"""Texts have changed where the best way gives so many standard errors less than it did: then that counts no more."""
 DOUBT = 0.2
-"""Standard error of all gains once none is better than the best."""
+"""Standard error of all gains once drafting nothing is better than the best way."""
 SEEN_STEPS = 4000
 """Steps after which what stretches of repeated text brought is half forgotten."""
 MANY_DRAFTS, FEW_ROWS = 8, 32
@@ -94,6 +93,7 @@ class Bucket:
     right: dict[Strategy, deque[float]] = field(default_factory=dict)
     """By way: right drafts a sequence in each step of its last trial; of the best one, in its last steps."""
     gains: dict[Strategy, Gain] = field(default_factory=dict)
+    """Of ways that were tried."""
     costs: dict[Strategy, float] = field(default_factory=dict)
     """By way: the time of a step, in units that all ways share."""
     unit_s: float = 0.0
@@ -113,6 +113,7 @@ class Bucket:
     """Ways that could not win when their turn came; for the record, they are looked at again."""
     num_steps: int = 0
     ran_s: float = 0.0
+    """All steps together."""
     saved_s: float = 0.0
     """By drafts, as estimated."""
     prepared_s: float = 0.0
@@ -166,7 +167,7 @@ class Bucket:
     def gain(self, way: Strategy, errors: float = 0.0) -> float:
         """Against the best way; with so many standard errors more, which grow as it is not tried."""
         known, best = self.gains[way], self.gains[self.best]
-        error = math.sqrt(known.variance + DRIFT * (self.num_steps - known.at)) if errors else 0.0
+        error = math.sqrt(known.variance + best.mean**2 * DRIFT * (self.num_steps - known.at)) if errors else 0.0
         return (known.mean + errors * error) / best.mean
 
     def weigh(self, way: Strategy, other: Strategy) -> float:
@@ -190,7 +191,7 @@ class Bucket:
         """All drafts against none, by what the best way gives: texts that are harder for it are so for the others."""
         before, off = self.gains[self.best].mean, self.gains[OFF].mean
         surprise = self.weigh(self.best, OFF)
-        if surprise < -SURPRISE or self.rate(self.best) < DEAR * self.plain_rate(OFF):
+        if surprise < -SURPRISE:
             self.gains[self.best].mean = off * self.rate(self.best) / self.rate(OFF)
         now = self.gains[self.best].mean
         for way, known in self.gains.items():

@@ -12,6 +12,7 @@ what stretches bring counts against passing them by.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -108,14 +109,17 @@ class Selector:
 
     def _consider_trial(self, bucket: Bucket, batch: int) -> None:
         untried = bucket.untried()
-        if not bucket.costs or (untried and self._may_prepare(bucket)):
+        # Steps in stretches have the sizes of those outside, whose graphs are there.
+        prepared = self._bucket(bucket.size).costs if bucket.is_matching else {}
+        ready = [way for way in untried if way in prepared]
+        if not bucket.costs or ready or (untried and self._may_prepare(bucket)):
             # Between two of them the best way shows how long steps take by now.
             if bucket.since_trial or not bucket.costs:
-                bucket.trial = self._likeliest(bucket, untried) if bucket.costs else OFF
+                bucket.trial = self._likeliest(bucket, ready or untried) if bucket.costs else OFF
                 bucket.trial_length = max(FIRST_TRIAL, FIRST_TRIAL_ROWS // batch)
             return
         others = [way for way in bucket.costs if way != bucket.best]
-        length, best_rate = max(TRIAL, TRIAL_ROWS // batch), bucket.rate(bucket.best)
+        length = max(TRIAL, TRIAL_ROWS // batch)
         promising = max(others, key=bucket.gain, default=bucket.best)
         if bucket.since_trial and bucket.gain(promising) > CLEARLY:
             # Better by what is known, if not for certain.
@@ -125,8 +129,8 @@ class Selector:
             return
         # Steps that a trial loses, if the way is as good as it may be by what is known: one that looked bad by chance
         # is soon tried again. Those that lose little have more trials, so that all together cost what they may.
-        hopes = {way: best_rate * bucket.gain(way, errors=1.0) for way in others}
-        losses = {way: max(LEAST_LOSS, length * (best_rate / hopes[way] - 1)) for way in others}
+        hopes = {way: bucket.gain(way, errors=1.0) for way in others}
+        losses = {way: max(LEAST_LOSS, length * (1 / hopes[way] - 1)) for way in others}
         shares = sum(1 / loss for loss in losses.values())
 
         def is_due(way: Strategy) -> float:
@@ -148,7 +152,7 @@ class Selector:
 
     def _may_prepare(self, bucket: Bucket) -> bool:
         """One more way. Where nothing has to be prepared, as on CPU, always."""
-        if not self._has_prepared:
+        if not self._has_prepared or self._preparing == math.inf:
             return True
         owed_s = bucket.prepared_s + PREPARING_STEPS * bucket.unit_s
         return owed_s <= self._preparing * bucket.ran_s + max(0.0, bucket.saved_s)
@@ -177,7 +181,9 @@ class Selector:
         if bucket.trial != strategy:
             if strategy == bucket.best and strategy in bucket.costs:
                 bucket.follow_best(tokens_each, seconds)
-                if bucket.contender is not None and bucket.since_trial >= max(TRIAL, AFTER_ROWS // max(1, batch)):
+                # Before drafts are weighed against none, since the best way would then be another.
+                after = min(bucket.window, max(TRIAL, AFTER_ROWS // max(1, batch)))
+                if bucket.contender is not None and bucket.since_trial >= after:
                     self._settle(batch, bucket, bucket.contender)
                 if bucket.since_trial % bucket.window == 0:
                     self._guard(batch, bucket)
@@ -241,9 +247,10 @@ class Selector:
                 way = Strategy(*numbers)
                 if way in bucket.ways:
                     bucket.costs[way], bucket.right[way] = cost, deque(right, maxlen=bucket.window)
-                    bucket.weigh(way, OFF)
             best = Strategy(*saved["best"])
             if OFF in bucket.costs:  # else hardly anything was known
+                for way in bucket.costs:  # by its last trial alone
+                    bucket.weigh(way, OFF)
                 bucket.take(best if best in bucket.costs else OFF)
                 self._buckets[bucket.size, bucket.is_matching] = bucket
 

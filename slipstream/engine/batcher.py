@@ -30,6 +30,7 @@ from slipstream.types import Request, Rollout
 MAX_STOP_TOKENS = 8
 """Of one request: the device compares every sampled token with all of them."""
 NOTHING: Sampled = ([], [], [], 0)
+"""Of a slot that had ended in a step before."""
 
 
 class Batcher:

@@ -45,7 +45,7 @@ from slipstream.runtime.bench_history import FEW_GRAPHS, MOST_WARM_UPS, Walk, me
 from slipstream.runtime.benches import describe_machine
 from slipstream.runtime.drafters import find_drafter
 from slipstream.runtime.engines import choose_device
-from slipstream.runtime.local import still_heap
+from slipstream.runtime.heap import still_heap
 from slipstream.runtime.prompts import load_training_problems
 from slipstream.types import Request, SamplingParams
 

@@ -28,7 +28,7 @@ from slipstream.engine.strategy import OFF, Always, Strategy
 from slipstream.models.precision import resolve_precision
 from slipstream.runtime.benches import describe_machine, load_shape
 from slipstream.runtime.engines import choose_device
-from slipstream.runtime.local import still_heap
+from slipstream.runtime.heap import still_heap
 from slipstream.types import Request, SamplingParams
 
 CHAINS = tuple(Strategy(float(depth), 0, depth) for depth in (1, 2, 4, 6))

@@ -28,7 +28,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.packing import StepSizes
 from slipstream.models.shapes import random_model
 from slipstream.rng import derive_seed
-from slipstream.runtime.local import still_heap
+from slipstream.runtime.heap import still_heap
 from slipstream.types import Request, SamplingParams
 
 STEPS = 40

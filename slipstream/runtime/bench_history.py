@@ -22,7 +22,7 @@ from slipstream.engine.engine import Engine
 from slipstream.models.precision import resolve_precision
 from slipstream.runtime.benches import check_shape, describe_machine, load_shape, new_table, write_record
 from slipstream.runtime.engines import choose_device
-from slipstream.runtime.local import still_heap
+from slipstream.runtime.heap import still_heap
 from slipstream.runtime.traces import read_trace
 from slipstream.types import Request, SamplingParams
 

@@ -22,7 +22,7 @@ from slipstream.models.loading import BUILT_IN, load_model
 from slipstream.models.precision import Precision, resolve_precision
 from slipstream.models.shapes import SHAPES, random_model
 from slipstream.runtime.engines import choose_device
-from slipstream.runtime.local import still_heap
+from slipstream.runtime.heap import still_heap
 from slipstream.runtime.machine import installed_version
 
 COLUMNS = ("shape", "batch", "tok/s", "ms/step", "p90", "bandwidth", "graphs", "MB", "start s")

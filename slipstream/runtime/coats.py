@@ -6,7 +6,6 @@ ends; whoever dies without a word was killed.
 
 from __future__ import annotations
 
-import ctypes
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +35,7 @@ from slipstream.runtime.drafting import (
 )
 from slipstream.runtime.engines import choose_device, engine_around, fit_memory
 from slipstream.runtime.folder import LESSONS_FOLDER, REFERENCE_FOLDER, VERSIONS_FOLDER
+from slipstream.runtime.heap import map_large_blocks
 from slipstream.runtime.processes import Pipe, PipeClosed
 from slipstream.runtime.rollout_messages import Broke, Here
 from slipstream.runtime.rollout_worker import TELL_S, PastTexts, RolloutWorker
@@ -48,8 +48,6 @@ from slipstream.train.trainer_rank import TrainerRank
 
 WAIT_S = 1.0
 """A trainer with nothing to do says so as often."""
-MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 20
-"""The number of this setting of glibc, and what it is set to."""
 
 
 def sample_in_process(
@@ -121,14 +119,6 @@ def train_in_process(
             worker.tell()
 
     _work_or_tell(work, lambda error, text: pipe.say(TrainerBroke(type(error).__name__, text)))
-
-
-def map_large_blocks() -> None:
-    """So that they are given back once they are freed. By itself glibc takes ever larger ones from its heap, where they
-    leave holes, and a process that trains grows for as long as it lives. Other libraries have no such setting."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def _work_or_tell(work: Callable[[], None], tell: Callable[[Exception, str], None]) -> None:

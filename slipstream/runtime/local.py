@@ -52,6 +52,7 @@ from slipstream.runtime.driver import drive
 from slipstream.runtime.engines import build_engine, choose_device
 from slipstream.runtime.evaluation import Interrupted
 from slipstream.runtime.folder import REFERENCE_FOLDER, VERSIONS_FOLDER, RunFolder
+from slipstream.runtime.heap import still_heap
 from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.pool import WorkerBroke
 from slipstream.runtime.processes import use_threads
@@ -425,18 +426,3 @@ def _threads(num_threads: int | None) -> Iterator[None]:
     finally:
         torch.set_num_threads(before[0])
         numba.set_num_threads(before[1])
-
-
-@contextmanager
-def still_heap() -> Iterator[None]:
-    """What is loaded by now is not looked through for garbage meanwhile, which would hold up a step for 0.3 s; and new
-    garbage, little of which is in cycles, is looked for less often."""
-    gc.collect()
-    gc.freeze()
-    thresholds = gc.get_threshold()
-    gc.set_threshold(50_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()

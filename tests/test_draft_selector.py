@@ -125,7 +125,12 @@ def test_what_was_learned_survives_a_checkpoint() -> None:
     drive(selector, world_with(0.9, 0.01), 8, 300)
     other.load_state_dict(json.loads(json.dumps(selector.state_dict())))
     assert other.best(8) == selector.best(8) != OFF
-    assert other.rates(8) == selector.rates(8)
+    assert other.rates(8) == selector.rates(8) and other.state_dict() == selector.state_dict()
+    without_gains = json.loads(json.dumps(selector.state_dict()))
+    del without_gains["8 plain"]["gains"]
+    older = Selector()
+    older.load_state_dict(without_gains)
+    assert older.best(8) == selector.best(8) and older.choose(8) is not None
     Selector().load_state_dict({"8": {"best": [0.0, 2], "steps": []}})  # of an older version: learned anew
 
 

@@ -27,6 +27,7 @@ from slipstream.draft.bucket import (
     WINDOW_ALONE,
     WINDOW_ROWS,
     Bucket,
+    Gain,
     Seen,
     tokens_at_best,
 )
@@ -231,6 +232,7 @@ class Selector:
                 "seen": astuple(bucket.seen),
                 "unit_s": bucket.unit_s,
                 "ways": [[*astuple(way), cost, list(bucket.right[way])] for way, cost in bucket.costs.items()],
+                "gains": [[*astuple(way), gain.mean, gain.variance] for way, gain in bucket.gains.items()],
             }
             for (size, is_matching), bucket in self._buckets.items()
         }
@@ -249,8 +251,11 @@ class Selector:
                     bucket.costs[way], bucket.right[way] = cost, deque(right, maxlen=bucket.window)
             best = Strategy(*saved["best"])
             if OFF in bucket.costs:  # else hardly anything was known
-                for way in bucket.costs:  # by its last trial alone
+                for way in bucket.costs:  # by its last trial, if that is all there is
                     bucket.weigh(way, OFF)
+                for *numbers, mean, variance in saved.get("gains", ()):
+                    if Strategy(*numbers) in bucket.gains:
+                        bucket.gains[Strategy(*numbers)] = Gain(mean, variance, bucket.num_steps)
                 bucket.take(best if best in bucket.costs else OFF)
                 self._buckets[bucket.size, bucket.is_matching] = bucket
 

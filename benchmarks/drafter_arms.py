@@ -184,7 +184,7 @@ def compare(bench: Bench, batch: int, ways: Sequence[Strategy]) -> tuple[dict[st
         arms[str(policy.strategy)] = arm | {"gain": gain, "same_tokens": got == texts}
         print(f"batch {batch}, {policy.strategy}: {gain:.2f}, {arm['tokens_a_step']:.2f} tokens a step", flush=True)
     best = max(recorded, key=lambda policy: arms[str(policy.strategy)]["gain"]).strategy
-    steps = [{"way": astuple(policy.strategy), "steps": list(policy.steps)} for policy in recorded]
+    steps = [{"way": astuple(policy.strategy), "steps": policy.steps} for policy in recorded]
     in_turns = take_turns(bench, batch, best, texts)
     is_same = in_turns.pop("same_tokens") and all(arm["same_tokens"] for arm in arms.values())
     row = {"batch": batch, "off": plain, "arms": arms, "best": str(best), "in_turns": in_turns, "same_tokens": is_same}
@@ -258,6 +258,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=Path, help="write the steps of every way here, gzipped")
     arguments = parser.parse_args()
+    if arguments.only and arguments.steps:
+        parser.error("a replay needs the steps of all ways: leave out --only, or --steps")
     ways = [way for way in WAYS if arguments.only is None or str(way) in arguments.only]
     bench = Bench(arguments.run, arguments.new_tokens, arguments.waves)
     record = describe_machine(bench.model.device, bench.dtype)

@@ -29,7 +29,7 @@ def still_heap() -> Iterator[None]:
 
 def map_large_blocks() -> None:
     """So that they are given back once they are freed. By itself glibc takes ever larger ones from its heap, where they
-    leave holes, and a process that trains grows for as long as it lives. Other libraries have no such setting."""
+    leave holes, and the process grows. Other libraries have no such setting."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(MMAP_THRESHOLD, MAPPED_BYTES)

@@ -72,6 +72,17 @@ def test_signals_of_a_batch_system_are_for_the_run_and_a_closed_link_ends_the_pr
     assert link.is_gone and "ended with 0" in link.how_it_ended()
 
 
+def test_of_many_who_ask_how_it_ended_each_is_told(tmp_path: Path) -> None:
+    """Whoever closes a link and the thread that reads from it see the end at the same moment."""
+    bell = Doorbell()
+    for attempt in range(8):
+        link = Link("echo", tmp_path / f"echo-{attempt}.log", 1, listen, bell=bell)
+        link.send(attempt)
+        assert heard(link, bell) == [attempt]
+        link.close()
+        assert "ended with 0" in link.how_it_ended()
+
+
 def test_a_process_whose_connection_is_lost_ends_and_is_told_of(tmp_path: Path) -> None:
     bell = Doorbell()
     link = Link("echo", tmp_path / "echo.log", 1, listen, bell=bell)

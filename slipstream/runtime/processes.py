@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -103,6 +103,7 @@ class Link:
         )
         self._process.start()
         theirs.close()
+        self._end_lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._fault: Exception | None = None
@@ -135,12 +136,11 @@ class Link:
     @property
     def is_gone(self) -> bool:
         """Then all that it ever said is there."""
-        return not self._process.is_alive() and not self._receiver.is_alive()
+        return self._exit_code() is not None and not self._receiver.is_alive()
 
     def how_it_ended(self) -> str:
         """For an error: what became of it, its log file, and the end of that."""
-        self._process.join(GRACE_S)  # one that has told why it ends may be about to
-        code = self._process.exitcode
+        code = self._exit_code(GRACE_S)  # one that has told why it ends may be about to
         ended = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
         if code == 0 and not self._is_closed:
             ended = "lost its connection to the run, and ended"
@@ -149,10 +149,10 @@ class Link:
     def kill(self) -> None:
         """At once, whatever it does; it is gone when this returns."""
         # By number: if the server that forks processes was killed, all of its processes look as if they had ended.
-        if self._process.exitcode in (None, LOST):
+        if self._exit_code() in (None, LOST):
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-        self._process.join(JOIN_S)
+        self._exit_code(JOIN_S)
         self._receiver.join(JOIN_S)
 
     def close(self) -> None:
@@ -162,9 +162,16 @@ class Link:
         self._sender.join(GRACE_S)
         with suppress(OSError):  # both threads may be using it: they see the end, and so does the process
             socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
-        self._process.join(GRACE_S)
+        self._exit_code(GRACE_S)
         if not self.is_gone:
             self.kill()
+
+    def _exit_code(self, wait_s: float = 0.0) -> int | None:
+        """As soon as it has ended; None: it still lives after so long."""
+        wait([self._process.sentinel], wait_s)
+        # The server says it once: of two threads that ask at once, the second would be told LOST.
+        with self._end_lock:
+            return self._process.exitcode
 
     def _send_all(self) -> None:
         try:
@@ -183,7 +190,7 @@ class Link:
                 self._inbox.put(self._connection.recv())
                 self._bell.ring()
         except (EOFError, OSError):
-            self._process.join(JOIN_S)  # so that who is woken finds it gone
+            self._exit_code(JOIN_S)  # so that who is woken finds it gone
         except Exception as error:
             self._fault = error
         self._bell.ring()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+import shutil
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +19,17 @@ from tiny_models import small_llama
 from weight_versions import step
 
 from slipstream.models.weights import fingerprint, named_weights
+from slipstream.stream import neighbours
 from slipstream.stream.editions import RefusedWeights
 from slipstream.stream.fanout import Node, Tree, plan_tree
-from slipstream.stream.neighbours import REPEATS, Lender
+from slipstream.stream.neighbours import Borrower, Lender
 from slipstream.stream.publisher import Publisher
 from slipstream.stream.receiver import Receiver
-from slipstream.stream.relay import Relay, TreeChannel
+from slipstream.stream.relay import REPEATS, Relay, TreeChannel
 from slipstream.stream.shelf import Shelf
 
 SMALL = 4096
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WORKERS = [Node("a", 2e9), Node("b", 1e9), Node("c", 1e9)]
 TREE = plan_tree(Node("root", 2e9), WORKERS, 1)
 RANKS = {"root": 0, "a": 1, "b": 2, "c": 3}
@@ -115,67 +120,130 @@ def test_who_never_gets_it_right_is_named_and_the_others_get_it(tmp_path: Path) 
     assert Receiver(tmp_path / "c", "c").catch_up(trained, 0) == version
 
 
-def lend(
-    model: torch.nn.Module, *, dtype: torch.dtype, device: str, numbers: list[int], bad: list[int], bucket_bytes: int
-) -> tuple[list[Any], list[Any]]:
-    """Versions that a process beside this one borrows: what we published, what it tells."""
+@pytest.fixture
+def lender(tmp_path: Path) -> Iterator[Lender]:
+    lender = Lender(tmp_path / "socket")
+    yield lender
+    lender.close()
+
+
+def publisher_of(folder: Path, lender: Lender, dtype: torch.dtype = torch.bfloat16) -> Publisher:
+    return Publisher(folder / "shelf", dtype=dtype, bucket_bytes=SMALL, lender=lender)
+
+
+def receiver_in(folder: Path, shelf: str = "shelf") -> Receiver:
+    return Receiver(folder / shelf, "w", borrower=Borrower(folder / "socket"))
+
+
+def test_the_last_version_is_borrowed_and_others_come_from_the_shelf(tmp_path: Path, lender: Lender) -> None:
+    trained, model = small_llama(0), small_llama(1, dtype=torch.bfloat16)
+    publisher, borrowing, reading = publisher_of(tmp_path, lender), receiver_in(tmp_path, "none"), receiver_in(tmp_path)
+    published = []
+    for number in range(3):
+        step(trained, 0.05, number)
+        published.append(publisher.publish(named_weights(trained), number))
+        assert borrowing.catch_up(model, number) == published[-1] == borrowing.version, "there is no such shelf"
+        assert fingerprint(model) == published[-1].digest
+    assert reading.catch_up(model, 1) == published[1] and fingerprint(model) == published[1].digest
+    assert not borrowing.refusals and not reading.refusals
+    publisher.look(wait=True)
+    assert Shelf(tmp_path / "shelf").names() == ["000000.full", "000001.on.000000", "000002.on.000001"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_was_lent_with_another_hash_is_refused_and_taken_from_the_shelf(tmp_path: Path, lender: Lender) -> None:
+    publisher, receiver = publisher_of(tmp_path, lender), receiver_in(tmp_path)
+    model = small_llama(1, dtype=torch.bfloat16)
+    version = publisher.publish(named_weights(small_llama(0)), 0)
+    publisher.look(wait=True)
+    assert lender._loan is not None
+    lender._loan.buckets[1][5] ^= 1
+    assert receiver.catch_up(model, 0) == version and fingerprint(model) == version.digest
+    assert [(refusal.edition, refusal.expected) for refusal in receiver.refusals] == [("lent", version.digest)]
+    next((tmp_path / "shelf" / "000000.full").glob("*.bucket")).write_bytes(b"")
+    with pytest.raises(RefusedWeights, match="its weights are torn"):
+        receiver_in(tmp_path).catch_up(model, 0)
+
+
+def test_a_lender_that_is_gone_or_hangs_holds_nobody_up(
+    tmp_path: Path, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, model = publisher_of(tmp_path, lender), small_llama(1, dtype=torch.bfloat16)
+    receiver = receiver_in(tmp_path)
+    version = publisher.publish(named_weights(small_llama(0)), 0)
+    publisher.look(wait=True)
+    nobody = Receiver(tmp_path / "shelf", "w", borrower=Borrower(tmp_path / "no socket"))
+    assert nobody.catch_up(model, 0) == version
+    monkeypatch.setattr(neighbours, "ANSWER_S", 0.1)
+    silent, answers = threading.Event(), neighbours.Lender._serve
+    monkeypatch.setattr(neighbours.Lender, "_serve", lambda self, connection: silent.wait(60))
+    receiver.forget()
+    assert receiver.catch_up(model, 0) == version and not receiver.refusals
+    monkeypatch.setattr(neighbours.Lender, "_serve", answers)
+    silent.set()
+    monkeypatch.setattr(neighbours, "ANSWER_S", 60.0)
+    shutil.rmtree(tmp_path / "shelf")
+    assert receiver.catch_up(model, 0) == version, "it is asked again, and answers"
+
+
+def test_without_room_in_shared_memory_workers_read_files(
+    tmp_path: Path, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    publisher, model = publisher_of(tmp_path, lender), small_llama(1, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="not lent .* has 0 left.* workers take them from files"):
+        version = publisher.publish(named_weights(small_llama(0)), 0)
+    assert receiver_in(tmp_path).catch_up(model, 0) == version, "once they are there"
+
+
+def test_a_fault_in_the_background_is_told(tmp_path: Path, lender: Lender) -> None:
+    publisher = publisher_of(tmp_path, lender)
+    (tmp_path / "shelf").write_text("not a folder")
+    publisher.publish(named_weights(small_llama(0)), 0)
+    with pytest.raises(OSError, match="shelf"):
+        publisher.look(wait=True)
+    publisher.look()
+    (tmp_path / "shelf").unlink()
+    publisher.publish(named_weights(small_llama(0)), 1)
+    publisher.look(wait=True)
+    assert Shelf(tmp_path / "shelf").names() == ["000001.full"], "without what never was, it is no base"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("cuda", torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU]),
+        pytest.param("cuda", torch.float32, marks=[pytest.mark.gpu, NEEDS_GPU]),
+    ],
+)
+def test_another_process_borrows_what_lies_in_memory(tmp_path: Path, lender: Lender, device: str, dtype: Any) -> None:
     context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(2)]
-    (mine, theirs), (results, results_theirs) = pipes
-    arguments = (theirs, results_theirs, numbers, dtype, device, bad)
-    process = context.Process(target=borrow, args=arguments)
+    orders, theirs = context.Pipe()
+    arguments = (theirs, tmp_path / "socket", tmp_path / "no shelf", dtype, device)
+    process = context.Process(target=borrow, args=arguments, daemon=True)
     process.start()
-    theirs.close()
-    results_theirs.close()
-    lender = Lender({"neighbour": mine}, dtype=dtype, bucket_bytes=bucket_bytes)
-    published, told = [], []
-    try:
-        for number in numbers:
-            step(model, 0.1, number)
-            try:
-                published.append(lender.publish(named_weights(model), number))
-            except RefusedWeights as error:
-                published.append(error)
-            assert results.poll(120)
-            told.append(results.recv())
-            if isinstance(published[-1], RefusedWeights):
-                break
-    finally:
-        process.join(30)
-        process.kill()
-    return published, told
+    trained, publisher = small_llama(0).to(device), publisher_of(tmp_path, lender, dtype)
+    for number in range(3):
+        step(trained, 0.05, number)
+        version = publisher.publish(named_weights(trained), number)
+        orders.send(number)
+        assert orders.poll(120) and orders.recv() == (version, version.digest)
+    orders.send(None)
+    process.join(60)
+    assert process.exitcode == 0
 
 
-@pytest.mark.slow
-def test_a_process_beside_borrows_versions_and_is_shown_again_what_it_saw_damaged() -> None:
-    model = small_llama(0)
-    published, told = lend(model, dtype=torch.bfloat16, device="cpu", numbers=[0, 1], bad=[1, 4], bucket_bytes=SMALL)
-    for version, (got, digest, _) in zip(published, told, strict=True):
-        assert got == version and digest == version.digest
-    assert told[1][2] == told[0][2] == [1, 3], "buckets 0, 1, 2, 1 again, and 3 were looked at"
-
-
-@pytest.mark.slow
-def test_a_borrower_that_never_sees_it_right_is_named() -> None:
-    published, told = lend(
-        small_llama(0), dtype=torch.float32, device="cpu", numbers=[0], bad=list(range(1, 99)), bucket_bytes=SMALL * 4
-    )
-    assert isinstance(published[0], RefusedWeights) and published[0].worker == "neighbour"
-    assert len(published[0].refusals) == REPEATS + 1 and told == [("neighbour", True, None)], "bucket 0 was written"
-
-
+@NEEDS_GPU
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_cuda_memory_is_borrowed_by_another_process(dtype: torch.dtype) -> None:
-    model = small_llama(0).to("cuda")
-    published, told = lend(model, dtype=dtype, device="cuda", numbers=[0, 1, 2], bad=[2], bucket_bytes=SMALL * 4)
-    for version, (got, digest, _) in zip(published, told, strict=True):
-        assert got == version and digest == version.digest
+def test_another_device_is_lent_nothing(tmp_path: Path, lender: Lender) -> None:
+    publisher_of(tmp_path, lender).publish(named_weights(small_llama(0).to("cuda")), 0)
+    with Borrower(tmp_path / "socket").borrowed(0, torch.device("cpu")) as loan:
+        assert loan is None
 
 
+@NEEDS_GPU
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_weights_on_a_gpu_have_the_hash_and_the_bytes_that_they_have_on_the_host(tmp_path: Path) -> None:
     trained, model = small_llama(0).to("cuda"), small_llama(1, dtype=torch.bfloat16).to("cuda")
     on_gpu, on_host = (Publisher(tmp_path / name, dtype=torch.bfloat16, bucket_bytes=SMALL) for name in ("gpu", "host"))

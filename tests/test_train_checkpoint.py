@@ -17,7 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from slipstream.models.attention import ATTENTION_NAME
 from slipstream.models.tiny import build_tiny_tokenizer
 from slipstream.train import checkpoint as checkpoint_module
-from slipstream.train.checkpoint import CheckpointNotSaved, latest_checkpoint, load_checkpoint, save_checkpoint
+from slipstream.train.checkpoint import (
+    CheckpointNotSaved,
+    latest_checkpoint,
+    load_checkpoint,
+    load_trainer_state,
+    save_checkpoint,
+)
 
 TOKENIZER = build_tiny_tokenizer()
 
@@ -61,7 +67,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "checkpoints/step_7\n"
     loaded = load_checkpoint(path)
     assert (loaded.step, loaded.path, loaded.run_state) == (7, path, {"data_position": 70})
-    assert torch.equal(loaded.trainer_state["moments"], torch.full((5,), 7 / 3))
+    assert torch.equal(load_trainer_state(loaded.path)["moments"], torch.full((5,), 7 / 3))
     model = AutoModelForCausalLM.from_pretrained(path)
     assert model.dtype == torch.float32 and model.lm_head.weight is model.model.embed_tokens.weight
     for name, value in tiny_llama(7).state_dict().items():

@@ -12,7 +12,15 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from slipstream.models.attention import ATTENTION_NAME, Attention, AttentionForm, Documents, attending
@@ -46,6 +54,15 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: int
     model.set_attn_implementation(ATTENTION_NAME)
     _refuse_unseen_attention(model, name)
     return model.to(device)  # type: ignore[arg-type]
+
+
+def load_shape(folder: Path) -> PreTrainedModel:
+    """A saved model without its weights, for who only asks what it looks like."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    if model.can_generate() and (folder / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

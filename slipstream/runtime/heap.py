@@ -27,6 +27,15 @@ def still_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
+def give_back() -> None:
+    """Garbage, and the holes that it leaves between what is still used: without this a process that was large for a
+    moment stays so. Other libraries than glibc have no such call."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def map_large_blocks() -> None:
     """So that they are given back once they are freed. By itself glibc takes ever larger ones from its heap, where they
     leave holes, and the process grows. Other libraries have no such setting."""

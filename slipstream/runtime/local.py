@@ -5,12 +5,11 @@ Owns the order in which things are checked, opened and closed, and the signals. 
 
 from __future__ import annotations
 
-import gc
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import DrafterSaver, DrafterState
 from slipstream.engine.engine import Engine
 from slipstream.history.store import HistoryStore
-from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.loading import load_model, load_shape, load_tokenizer
 from slipstream.models.precision import use_batch_invariant_products
 from slipstream.models.rendering import render_prompts, render_solution, stop_token_ids
 from slipstream.models.weights import fingerprint
@@ -52,7 +51,7 @@ from slipstream.runtime.driver import drive
 from slipstream.runtime.engines import build_engine, choose_device
 from slipstream.runtime.evaluation import Interrupted
 from slipstream.runtime.folder import REFERENCE_FOLDER, VERSIONS_FOLDER, RunFolder
-from slipstream.runtime.heap import still_heap
+from slipstream.runtime.heap import give_back, still_heap
 from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.pool import WorkerBroke
 from slipstream.runtime.processes import use_threads
@@ -66,7 +65,7 @@ from slipstream.runtime.world import LocalWorld
 from slipstream.schedule.events import Action, Event, RunBegan, StepTrained, UnderWay, to_record
 from slipstream.schedule.scheduler import Scheduler
 from slipstream.tasks.grading import Grader
-from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, load_trainer_state, save_checkpoint
 from slipstream.train.trainer import Trainer
 from slipstream.types import Prompt
 
@@ -103,6 +102,7 @@ def run_training(
             if not quiet:
                 print(f"{loss}\nthe run goes on from {after}", flush=True)
             resume, overwrite, lost = True, False, Kept(loss.under_way)
+        give_back()  # what the lost one had, before it is loaded again
 
 
 def _train_once(
@@ -128,7 +128,10 @@ def _train_once(
         pairs = [render_solution(tokenizer, prompt, limit) for prompt in prompts] if config.warmup else []
         every_problem = [*problems, *(problem for items in eval_problems.values() for problem in items)]
         grader = stack.enter_context(Grader(config.reward, every_problem))
-        model = load_model(source, dtype=torch.float32, device=device, seed=config.seed)
+        if checkpoint is not None and _is_trained_elsewhere(config, checkpoint):
+            model = load_shape(checkpoint.path)
+        else:
+            model = load_model(source, dtype=torch.float32, device=device, seed=config.seed)
         check_length(config, model)
         trainer = Trainer(
             model,
@@ -156,11 +159,9 @@ def _train_once(
         run = _Run(config, tokenizer, model, trainer, store, log, reports, console, flag)
         stack.callback(run.close)
         run.begin(checkpoint, device)
-        if checkpoint is not None:
-            checkpoint = replace(checkpoint, trainer_state={})  # which is twice the model
         if not run.warm_up(pairs):
             return Outcome("interrupted", folder.path, 0)
-        trainer.reference = run.reference_model(device)
+        reference = run.keep_reference()
         stop_ids = stop_token_ids(model, tokenizer)
         history = None
         if remembers(config):
@@ -169,11 +170,19 @@ def _train_once(
             run.prepare_drafter(checkpoint, warm)
             reason = run.stream(runtime, checkpoint, kept, history, grader, prompts, eval_sets, stop_ids)
             return Outcome(reason, folder.path, run.step)
+        if reference is not None:
+            trainer.reference = load_model(str(reference), dtype=torch.float32, device=device).eval()
         past = None if history is None else partial(past_texts, history)
         engine = build_engine(config, model, tokenizer, device, past, run.selector)
         run.prepare_drafter(checkpoint, warm)
         reason = run.loop(engine, history, grader, prompts, eval_sets, stop_ids)
         return Outcome(reason, folder.path, run.step)
+
+
+def _is_trained_elsewhere(config: Config, checkpoint: Checkpoint) -> bool:
+    """Another process loads the weights from the checkpoint; this one does without. Not in the warm start, which is
+    gone through here; and a drafter that goes on is compared with them."""
+    return config.mode != "colocated" and checkpoint.step > 0 and not learns(config)
 
 
 class _Run:
@@ -207,7 +216,8 @@ class _Run:
         """Take over the checkpoint's state, and forget what the last run did after it."""
         if checkpoint is not None:
             state = checkpoint.run_state
-            self.trainer.load_state_dict(checkpoint.trainer_state)
+            if not _is_trained_elsewhere(self.config, checkpoint):
+                self.trainer.load_state_dict(load_trainer_state(checkpoint.path))
             self.step, self.warmup_done = checkpoint.step, state["warmup_done"]
             self.position, self.concluded, self.row = state["position"], state["concluded"], state["row"]
             self.under_way = tuple((rounds, tuple(positions)) for rounds, positions in state.get("under_way", ()))
@@ -255,8 +265,8 @@ class _Run:
         self.console.note(f"warm start: {warmup.steps} supervised steps, loss {loss:.3f}, {seconds:.0f}s")
         return True
 
-    def reference_model(self, device: torch.device) -> PreTrainedModel | None:
-        """The model that RL starts from, kept beside the checkpoints; only if the KL penalty needs it."""
+    def keep_reference(self) -> Path | None:
+        """Of the model that RL starts from, beside the checkpoints; only if the KL penalty needs it."""
         if self.config.algorithm.kl_coef == 0:
             return None
         folder = self.config.run.dir / REFERENCE_FOLDER
@@ -264,7 +274,7 @@ class _Run:
             self.model.save_pretrained(folder)
         if not folder.is_dir():
             raise ValueError(f"{folder} is missing: algorithm.kl_coef > 0 needs the model that this run started from")
-        return load_model(str(folder), dtype=torch.float32, device=device).eval()
+        return folder
 
     def prepare_drafter(self, checkpoint: Checkpoint | None, warm: SavedDrafter | None) -> None:
         """One that learns goes on from the checkpoint; a new run may take another's weights."""
@@ -314,7 +324,7 @@ class _Run:
         self.drafter_saver.wait()
         self.trainer.let_go()
         self.model.to(torch.device("meta"))  # type: ignore[arg-type]
-        gc.collect()
+        give_back()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -95,6 +95,9 @@ class RayRuntime:
         address, port = _call_on(self._nodes()[0], _free_port)
         return f"tcp://{address}:{port}"
 
+    def lending_place(self) -> None:
+        return None  # processes of a cluster share nothing but files
+
     def check_trainers_see_folder(self) -> None:
         for node in sorted(set(self._nodes()[: self._config.train.ranks])):
             if not _call_on(node, _sees, self._folder):

@@ -39,13 +39,18 @@ class Runtime(Protocol):
         """Where trainer ranks meet: another place each time."""
         ...
 
+    def lending_place(self) -> Path | None:
+        """For a socket, another one each time, at which the trainer lends weights to workers on its own device; None
+        if they need not be."""
+        ...
+
 
 class LocalRuntime:
     """On this machine: a GPU each while there are enough, else shared."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         """`folder`: for places to meet at. ValueError if ranks would share a GPU."""
-        self._config, self._folder, self._num_met = config, folder, 0
+        self._config, self._folder, self._num_met, self._num_lent = config, folder, 0, 0
         self._num_gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
         self._placed = place(self._num_gpus, config.train.ranks, most_workers(config))
 
@@ -66,6 +71,12 @@ class LocalRuntime:
     def rendezvous(self) -> str:
         self._num_met += 1
         return f"file://{self._folder}/ranks-{self._num_met}"
+
+    def lending_place(self) -> Path | None:
+        if self._num_gpus > 1:
+            return None
+        self._num_lent += 1
+        return self._folder / f"weights-{self._num_lent}"
 
     def _gpu_of(self, name: str) -> str | None:
         if not self._num_gpus:

@@ -1,152 +1,155 @@
-"""Weights between processes of one machine, through memory that both see: CUDA IPC on a GPU, shared memory on a CPU.
+"""Weights for processes on the trainer's own device, out of memory that both see: CUDA IPC on a GPU, shared memory on
+a CPU.
 
-The lender fills two buffers in turn, which torch shares with every borrower (`torch.multiprocessing`), and tells by a
-pipe which one is full; a borrower checks the bucket's hash where it lies, copies it into its model, and answers.
-Nothing is encoded: weights are written as they come, so a borrower whose lender dies is torn until it has borrowed
-again. The same two calls as those of publisher and receiver, made on both sides at the same time.
+The lender keeps the last version's bits where they were cut, and shows them to whoever asks for that version; nothing
+is encoded or written. Who wants another version or lives on another device is told so at once, and takes it from the
+shelf. So does one whose lender does not answer, or that finds another content hash than the version's once it has
+copied them (`receiver.py`).
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import resource
+import shutil
+import threading
 import warnings
-from collections import deque
-from collections.abc import Iterable, Mapping
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 
 import torch
-import torch.multiprocessing  # makes pipes carry tensors
-from torch import Tensor, nn
+import torch.multiprocessing  # makes connections carry tensors
+from torch import Tensor
 
-from slipstream.models.digest import bits_of, combined_digest, tensor_digest
-from slipstream.models.weights import fingerprint, named_weights, tell_written
-from slipstream.stream.editions import Refusal, RefusedWeights
-from slipstream.stream.values import ModelValues, OnePass, cut, dtype_name
 from slipstream.types import WeightVersion
 
-BUCKET_BYTES = 128 << 20
-REPEATS = 3
-NUM_BUFFERS = 2
+ANSWER_S = 10.0
+"""How long a lender may take to show what it has: it only looks."""
+SHARED_MEMORY = Path("/dev/shm")
+FILES_LEFT = 256
+"""A block of shared memory is an open file; so many more may be opened beside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A version as it lies in memory."""
+
+    version: WeightVersion
+    dtype: str
+    bucket_values: int
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    """Names and shapes, in the order in which the values lie."""
+    buckets: tuple[Tensor, ...]
+    """Bits as integers, `bucket_values` in each, the last may have fewer."""
 
 
 class Lender:
-    def __init__(
-        self, pipes: Mapping[str, Connection], *, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        """`pipes`: to every borrower, by its name. Buffers lie where the first weights lie."""
-        self.dtype = dtype
-        self._pipes = dict(pipes)
-        self._bucket_values = bucket_bytes // dtype.itemsize
-        self._buffers: list[Tensor] = []
-        self._answers: dict[tuple[str, int | None], str] = {}
+    def __init__(self, address: Path) -> None:
+        """`address`: a socket that it makes there. Below a folder that only this user sees."""
+        self._listener = Listener(str(address), "AF_UNIX", authkey=_key())
+        self._loan: Loan | None = None
+        self._place = ""
+        self._has_warned = False
+        threading.Thread(target=self._accept_all, name="lender", daemon=True).start()
 
-    @torch.no_grad()
-    def publish(self, weights: Iterable[tuple[str, Tensor]], number: int) -> WeightVersion:
-        """Returns once every borrower holds the version; a copy in the engines' format is in memory until then.
-        RefusedWeights if one does not take it."""
-        one_pass = OnePass(weights, self.dtype)
-        cast = list(one_pass)
-        version = WeightVersion(number, combined_digest(one_pass.digests))
-        told: tuple[Any, ...] = (number, version.digest, dtype_name(self.dtype), one_pass.tensors)
-        if not self._buffers and cast:
-            self._buffers = [bits_of(cast[0]).new_empty(self._bucket_values) for _ in range(NUM_BUFFERS)]
-            told = (*told, self._buffers)
-        for pipe in self._pipes.values():
-            pipe.send(told)
-        lent: deque[tuple[int, Tensor, str]] = deque()
-        for index, bits in enumerate(cut(cast, self._bucket_values)):
-            if len(lent) == NUM_BUFFERS:
-                self._settle(*lent.popleft(), number)
-            lent.append((index, bits, tensor_digest(bits)))
-            self._fill(index, bits)
-            for pipe in self._pipes.values():
-                pipe.send((index, len(bits), lent[-1][2]))
-        while lent:
-            self._settle(*lent.popleft(), number)
-        for name, pipe in self._pipes.items():
-            pipe.send(None)
-            found = self._answer(name, None)
-            if found != version.digest:
-                refusal = Refusal(name, number, "lent", None, version.digest, found)
-                raise RefusedWeights(name, number, [refusal], torn=True)
-        return version
+    def lend(self, loan: Loan) -> None:
+        """From now on; whoever copies the version before goes on with that. The buckets must not be changed."""
+        self._loan = None
+        if not loan.buckets:
+            return
+        device = loan.buckets[0].device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # who is shown them does not wait for this process's work
+        elif not self._can_share(loan.buckets):
+            return
+        else:
+            for bucket in loan.buckets:
+                bucket.share_memory_()
+        self._place, self._loan = place_of(device), loan
 
-    def _settle(self, index: int, bits: Tensor, expected: str, number: int) -> None:
-        """Until everybody has a bucket; who found another hash is shown it again."""
-        for name, pipe in self._pipes.items():
-            refusals: list[Refusal] = []
-            while (found := self._answer(name, index)) != expected:
-                refusals.append(Refusal(name, number, "lent", index, expected, found))
-                if len(refusals) > REPEATS:
-                    raise RefusedWeights(name, number, refusals, torn=True)
-                self._fill(index, bits)
-                pipe.send((index, len(bits), expected))
+    def close(self) -> None:
+        self._loan = None
+        self._listener.close()
 
-    def _answer(self, name: str, index: int | None) -> str:
-        """What a borrower found in a bucket; answers to others may come before."""
-        while (name, index) not in self._answers:
-            told, found = self._pipes[name].recv()
-            self._answers[name, told] = found
-        return self._answers.pop((name, index))
+    def _can_share(self, buckets: tuple[Tensor, ...]) -> bool:
+        """Writing where there is no room would end the process."""
+        num_bytes = sum(bucket.nbytes for bucket in buckets)
+        free_bytes = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Those of the version before are still open.
+        can = num_bytes < free_bytes and 2 * len(buckets) + FILES_LEFT < files
+        if not can and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{num_bytes / 1e6:.0f} MB of weights are not lent ({SHARED_MEMORY} has {free_bytes / 1e6:.0f} left, "
+                f"and {files} files may be open): workers take them from files",
+                stacklevel=3,
+            )
+        return can
 
-    def _fill(self, index: int, bits: Tensor) -> None:
-        buffer = self._buffers[index % NUM_BUFFERS]
-        buffer[: len(bits)].copy_(bits)
-        _wait_for(buffer)
+    def _accept_all(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                return  # closed
+            except (EOFError, multiprocessing.AuthenticationError):
+                continue  # somebody who went away, or has no business here
+            threading.Thread(target=self._serve, args=(connection,), name="lender", daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        with connection, suppress(EOFError, OSError):
+            while True:
+                number, place = connection.recv()
+                loan = self._loan
+                fits = loan is not None and (loan.version.number, self._place) == (number, place)
+                connection.send(loan if fits else None)
+                connection.recv()  # it has copied them, and lets go; until then they are kept
+                del loan
 
 
 class Borrower:
-    def __init__(self, pipe: Connection, worker_name: str) -> None:
-        self.worker_name = worker_name
-        self.version: WeightVersion | None = None
-        self.refusals: list[Refusal] = []
-        self._pipe = pipe
-        self._buffers: list[Tensor] = []
+    def __init__(self, address: Path) -> None:
+        self._address = address
+        self._connection: Connection | None = None
 
-    @torch.no_grad()
-    def catch_up(self, model: nn.Module, to_number: int) -> WeightVersion:
-        """Wait for the lender and write what it lends into the model, in place. ValueError if it is another version or
-        does not fit the model, RefusedWeights if a bucket's or the whole's hash stays wrong."""
-        number, digest, dtype, tensors, *buffers = self._pipe.recv()
-        if buffers:
-            (self._buffers,) = buffers
-        if number != to_number:
-            raise ValueError(f"{self.worker_name} wants version {to_number}, and {number} is lent")
-        values = ModelValues(dict(named_weights(model)), tensors, dtype)
-        self.version = None
-        refused: list[Refusal] = []
-        torn = False
-        while (told := self._pipe.recv()) is not None:
-            index, size, expected = told
-            buffer = self._buffers[index % NUM_BUFFERS]
-            found = tensor_digest(buffer[:size])
-            if found == expected:
-                torn = True
-                values.write(index * len(buffer), buffer[:size])
-                _wait_for(buffer)
-            else:
-                refused.append(self._refuse(number, index, expected, found))
-            self._pipe.send((index, found))
-            if sum(refusal.bucket == index for refusal in refused) > REPEATS:
-                raise RefusedWeights(self.worker_name, number, refused, torn=torn)
-        values.settle()
-        tell_written(model)
-        found = fingerprint(model)
-        self._pipe.send((None, found))
-        if found != digest:
-            refused.append(self._refuse(number, None, digest, found))
-            raise RefusedWeights(self.worker_name, number, refused, torn=True)
-        self.version = WeightVersion(number, digest)
-        return self.version
+    @contextmanager
+    def borrowed(self, number: int, device: torch.device) -> Iterator[Loan | None]:
+        """While it is copied from; None if this version is not to be had here. The work of a GPU must be done before
+        the end of this."""
+        loan = self._ask(number, place_of(device))
+        try:
+            yield loan
+        finally:
+            del loan
+            if self._connection is not None:
+                with suppress(OSError):
+                    self._connection.send(None)
 
-    def _refuse(self, number: int, bucket: int | None, expected: str, found: str) -> Refusal:
-        refusal = Refusal(self.worker_name, number, "lent", bucket, expected, found)
-        warnings.warn(str(refusal), stacklevel=3)
-        self.refusals.append(refusal)
-        return refusal
+    def _ask(self, number: int, place: str) -> Loan | None:
+        try:
+            if self._connection is None:
+                self._connection = Client(str(self._address), "AF_UNIX", authkey=_key())
+            self._connection.send((number, place))
+            if self._connection.poll(ANSWER_S):
+                loan: Loan | None = self._connection.recv()
+                return loan
+        except (EOFError, OSError, multiprocessing.AuthenticationError):
+            pass
+        if self._connection is not None:  # an answer that comes too late is not for the next question
+            self._connection.close()
+            self._connection = None
+        return None
 
 
-def _wait_for(tensor: Tensor) -> None:
-    """Before another process is told to read or overwrite it."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+def place_of(device: torch.device) -> str:
+    """The same for two processes if and only if they can see each other's memory of this device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
+def _key() -> bytes:
+    """What the processes of one run have in common."""
+    return bytes(multiprocessing.current_process().authkey)

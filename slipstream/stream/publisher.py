@@ -4,6 +4,9 @@ Keeps the bits of the last version, where the weights lie, to tell what changed 
 second thread while the next one is encoded, so at most WAITING of an edition are in memory beside that copy. Every
 `full_every`-th version is there in full too. The shelf keeps FULL_KEPT full ones (a slow reader may be at the last but
 one) and what changed since the one before these.
+
+With a lender a version is there as soon as its bits are: it is encoded and written in the background, for whoever
+cannot borrow it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor
 from slipstream.models.digest import combined_digest
 from slipstream.stream.coding import encode
 from slipstream.stream.editions import Bucket, Channel, Edition, Sending, checksum
+from slipstream.stream.neighbours import Lender, Loan
 from slipstream.stream.shelf import Shelf
 from slipstream.stream.values import OnePass, cut, dtype_name
 from slipstream.types import WeightVersion
@@ -55,9 +59,11 @@ class Publisher:
         full_every: int = FULL_EVERY,
         bucket_bytes: int = BUCKET_BYTES,
         channels: Sequence[Channel] = (),
+        lender: Lender | None = None,
     ) -> None:
         """`dtype`: the engines' number format. With `full_every` 1 every version is sent in full and nothing is kept.
-        `channels`: further places to send every edition to, beside the shelf in `folder`."""
+        `channels`: further places to send every edition to, beside the shelf in `folder`. `lender`: for workers on this
+        device."""
         if full_every < 1 or bucket_bytes < dtype.itemsize:
             raise ValueError("full_every is at least 1, and a bucket holds at least one value")
         self.dtype, self.full_every = dtype, full_every
@@ -70,19 +76,42 @@ class Publisher:
         """The last version's bits, bucket by bucket; empty unless `last` can be a base."""
         self._tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
         self._since_full = 0
+        self._lender = lender
+        self._background = ThreadPoolExecutor(1, "editions")
+        self._under_way: Future[WeightVersion] | None = None
 
     @torch.no_grad()
     def publish(self, weights: Iterable[tuple[str, Tensor]], number: int) -> WeightVersion:
-        """Send a version; returns once it is there for all. Whatever the shelf held from this number on is forgotten:
-        a run that resumed from a checkpoint goes another way from there. ValueError if these are not the weights of
-        the version before, by name, shape and order."""
+        """Send a version; returns once it is there for all, or lent. Whatever the shelf held from this number on is
+        forgotten: a run that resumed from a checkpoint goes another way from there. ValueError if these are not the
+        weights of the version before, by name, shape and order."""
+        self.look(wait=True)
+        if self._lender is None:
+            return self._write(OnePass(weights, self.dtype), number)
+        pass_on = OnePass(weights, self.dtype)
+        buckets = tuple(cut(pass_on, self._bucket_values))
+        version = WeightVersion(number, combined_digest(pass_on.digests))
+        self._lender.lend(Loan(version, self._dtype_name, self._bucket_values, pass_on.tensors, buckets))
+        self._under_way = self._background.submit(self._write, pass_on, number, iter(buckets))
+        return version
+
+    def look(self, *, wait: bool = False) -> None:
+        """Raises what went wrong in the background, if anything did by now."""
+        if self._under_way is not None and (wait or self._under_way.done()):
+            under_way, self._under_way = self._under_way, None
+            under_way.result()
+
+    @torch.no_grad()
+    def _write(self, pass_on: OnePass, number: int, buckets: Iterator[Tensor] | None = None) -> WeightVersion:
+        """`buckets`: of the pass, if it was gone through."""
         self._shelf.forget_from(number)
         base = self.last.version if self.last is not None and self._kept else None
         if base is not None and base.number >= number:
             base = None
         is_full = base is None or self._since_full + 1 >= self.full_every
-        pass_on = OnePass(weights, self.dtype)
-        done = self._send(cut(pass_on, self._bucket_values), pass_on, number, base, is_full=is_full)
+        if buckets is None:
+            buckets = cut(pass_on, self._bucket_values)
+        done = self._send(buckets, pass_on, number, base, is_full=is_full)
         self._since_full = 0 if is_full else self._since_full + 1
         if is_full:
             for old in self._shelf.full_numbers()[:-FULL_KEPT][-1:]:
@@ -92,6 +121,7 @@ class Publisher:
     @torch.no_grad()
     def repeat(self) -> WeightVersion:
         """The last version once more, in full and no other way: for workers that refused it."""
+        self.look(wait=True)
         if self.last is None or not self._kept:
             raise ValueError("there is no version in memory to repeat; publish it again")
         version = self.last.version

@@ -3,6 +3,9 @@
 Invariants. A model's weights are written only after every bucket of the whole chain was read and found in order; until
 then a fault leaves them as they are. While they are written `version` is None, and it is told only once their content
 hash is that of the version. If it is not (the base was not what it seemed), the next try takes a full edition.
+
+Where the trainer lends what it has just published (`neighbours.py`) that is copied instead, and its hash is looked at
+in the same way.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import nn
 from slipstream.models.weights import fingerprint, named_weights, tell_written
 from slipstream.stream.coding import decode
 from slipstream.stream.editions import Edition, Refusal, RefusedWeights, VersionMissing, edition_name, shortest_chain
+from slipstream.stream.neighbours import Borrower
 from slipstream.stream.shelf import DamagedBucket, Shelf
 from slipstream.stream.values import BITS, ModelValues
 from slipstream.types import WeightVersion
@@ -28,12 +32,19 @@ REPEAT_AFTER_S = 0.05
 TRIES_OF_AN_EDITION = 2
 """Then another way is taken, if there is one."""
 POLL_S = 0.005
+WRITTEN_S = 60.0
+"""How long a version that is lent, and could not be borrowed, may take to be on the shelf."""
+LENT = "lent"
+"""Stands for the name of an edition."""
 
 
 class Receiver:
-    def __init__(self, folder: Path, worker_name: str, *, repeats: int = REPEATS) -> None:
-        """`repeats`: how often a version is tried again after a fault."""
+    def __init__(
+        self, folder: Path, worker_name: str, *, repeats: int = REPEATS, borrower: Borrower | None = None
+    ) -> None:
+        """`repeats`: how often a version is tried again after a fault. `borrower`: where the trainer lends."""
         self.worker_name, self.repeats = worker_name, repeats
+        self._borrower = borrower
         self.version: WeightVersion | None = None
         """What the model holds, as far as this receiver knows."""
         self.torn = False
@@ -57,6 +68,12 @@ class Receiver:
         """
         faults: Counter[str] = Counter()
         refused: list[Refusal] = []
+        if self._borrower is not None:
+            outcome = self._borrow(model, to_number, self._borrower)
+            if isinstance(outcome, WeightVersion):
+                return outcome
+            refused += self._report([outcome] if outcome is not None else [])
+            wait_s = max(wait_s, WRITTEN_S)
         deadline_s = time.monotonic() + wait_s
         try:
             for attempt in range(self.repeats + 1):
@@ -143,6 +160,20 @@ class Receiver:
                 return True
         return False
 
+    def _borrow(self, model: nn.Module, number: int, borrower: Borrower) -> WeightVersion | Refusal | None:
+        """The version, or what was wrong with it; None if it is not lent here."""
+        own = dict(named_weights(model))
+        device = next(iter(own.values())).device
+        with borrower.borrowed(number, device) as loan:
+            if loan is None:
+                return None
+            values = ModelValues(own, loan.tensors, loan.dtype)
+            self.version, self.torn = None, True
+            for index, bucket in enumerate(loan.buckets):
+                values.write(index * loan.bucket_values, bucket)
+            values.settle()
+            return self._settle(model, loan.version, LENT) or loan.version
+
     def _take(self, model: nn.Module, chain: Sequence[Edition]) -> Refusal | None:
         """Verify, then write; what was wrong, if anything."""
         own = dict(named_weights(model))
@@ -154,10 +185,14 @@ class Receiver:
         self.version, self.torn = None, True
         for edition in chain:
             self._write(ModelValues(own, edition.tensors, edition.dtype), edition)
+        return self._settle(model, chain[-1].version, chain[-1].name)
+
+    def _settle(self, model: nn.Module, wanted: WeightVersion, edition: str) -> Refusal | None:
+        """What the model holds now, if it is what it should be."""
         tell_written(model)
-        wanted, found = chain[-1].version, fingerprint(model)
+        found = fingerprint(model)
         if found != wanted.digest:
-            return Refusal(self.worker_name, wanted.number, chain[-1].name, None, wanted.digest, found)
+            return Refusal(self.worker_name, wanted.number, edition, None, wanted.digest, found)
         self.version, self.torn = wanted, False
         return None
 

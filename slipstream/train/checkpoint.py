@@ -37,11 +37,11 @@ class CheckpointNotSaved(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A verified checkpoint; the weights are loaded from `path` by models.load_model or from_pretrained."""
+    """A verified checkpoint; the weights are loaded from `path` by models.load_model or from_pretrained, what the
+    trainer knows beside them, which is twice as much, by load_trainer_state."""
 
     path: Path
     step: int
-    trainer_state: dict[str, Any]
     run_state: dict[str, Any]
 
 
@@ -115,7 +115,7 @@ def point_latest_at(run_dir: Path, checkpoint: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Verify every file against the manifest and read the states. ValueError names a damaged file and what to do."""
+    """Verify every file against the manifest. ValueError names a damaged file and what to do."""
     problem = find_damage(path)
     if problem is not None:
         others = [other for _, other in _step_folders(path.parent) if other != path and find_damage(other) is None]
@@ -128,7 +128,6 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(
         path=path,
         step=json.loads((path / MANIFEST).read_text())["step"],
-        trainer_state=load_trainer_state(path),
         run_state=json.loads((path / RUN_STATE).read_text()),
     )
 

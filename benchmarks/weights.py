@@ -5,6 +5,8 @@
 The first time, the recipe is trained for so many steps and every version is kept in the folder (float32, half a
 gigabyte each for SmolLM2); later runs measure what is there. Workers are processes of their own with a model of their
 own; the shelf lies in shared memory. A version counts as brought when the last worker has verified its content hash.
+Workers wait for an edition (delta, full) while it is written; what is lent they are told of once it is there, as in a
+run.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from slipstream.models.weights import fingerprint, named_weights
 from slipstream.runtime.benches import describe_machine
 from slipstream.runtime.local import run_training
 from slipstream.stream.editions import RefusedWeights
+from slipstream.stream.neighbours import Borrower, Lender
 from slipstream.stream.publisher import Publisher
 from slipstream.stream.receiver import Receiver
 from slipstream.stream.shelf import Shelf
@@ -44,7 +47,8 @@ from slipstream.types import WeightVersion
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SHARED_MEMORY = Path("/dev/shm")
-CPU = torch.device("cpu")
+SOCKET = "lender"
+"""In the folder of the shelf, where the publisher lends."""
 
 
 def record_versions(folder: Path, recipe: str, steps: int, overrides: Sequence[str]) -> None:
@@ -52,7 +56,7 @@ def record_versions(folder: Path, recipe: str, steps: int, overrides: Sequence[s
     folder.mkdir(parents=True, exist_ok=True)
     run = [f"run.dir={folder / 'run'}", "run.save_every=1000", "eval.every=0", "tasks.eval={}", f"train.steps={steps}"]
     config = load_config(RECIPES / recipe, [*run, *overrides])
-    first = load_model(config.model, dtype=torch.float32, device=CPU, seed=config.seed)
+    first = load_model(config.model, dtype=torch.float32, device=torch.device("cpu"), seed=config.seed)
     keep(folder, 0, named_weights(first))
     del first
     plain = Engine.apply_weights
@@ -96,7 +100,7 @@ class Stopwatch:
 def measure_steps(folder: Path, model_name: str, last: int, dtype: torch.dtype) -> dict[str, Any]:
     """Every step's delta, sent and taken in this process, on one core, with a model that follows."""
     torch.set_num_threads(1)
-    model = load_model(model_name, dtype=dtype, device=CPU)
+    model = load_model(model_name, dtype=dtype, device=torch.device("cpu"))
     rows = []
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shelf:
         publisher, receiver = Publisher(Path(shelf), dtype=dtype, full_every=1000), Receiver(Path(shelf), "bench")
@@ -137,16 +141,19 @@ def measure_steps(folder: Path, model_name: str, last: int, dtype: torch.dtype) 
     }
 
 
-def work(pipe: Connection, name: str, model_name: str, dtype: torch.dtype) -> None:
+def work(pipe: Connection, name: str, model_name: str, dtype: torch.dtype, device: torch.device) -> None:
     """A worker: takes the versions that it is told to, from the shelves that it is told of."""
     torch.set_num_threads(1)
-    model = load_model(model_name, dtype=dtype, device=CPU)
+    model = load_model(model_name, dtype=dtype, device=device)
     receivers: dict[Path, Receiver] = {}
     pipe.send("ready")
     warnings.simplefilter("ignore")
     while (told := pipe.recv()) is not None:
         shelf, number, in_full = told
-        receiver = receivers.setdefault(shelf, Receiver(shelf, name))
+        if shelf not in receivers:
+            is_lent = (shelf / SOCKET).exists()
+            receivers[shelf] = Receiver(shelf, name, borrower=Borrower(shelf / SOCKET) if is_lent else None)
+        receiver = receivers[shelf]
         if in_full:
             receiver.forget()
         num_refused = len(receiver.refusals)
@@ -163,12 +170,12 @@ class Workers:
     processes: list[Any]
 
     @classmethod
-    def start(cls, number: int, model_name: str, dtype: torch.dtype) -> Workers:
+    def start(cls, number: int, model_name: str, dtype: torch.dtype, device: torch.device) -> Workers:
         context = multiprocessing.get_context("spawn")
         pipes, processes = [], []
         for index in range(number):
             mine, theirs = context.Pipe()
-            processes.append(context.Process(target=work, args=(theirs, f"worker {index}", model_name, dtype)))
+            processes.append(context.Process(target=work, args=(theirs, f"worker {index}", model_name, dtype, device)))
             processes[-1].start()
             pipes.append(mine)
         assert all(pipe.recv() == "ready" for pipe in pipes)
@@ -192,30 +199,42 @@ class Workers:
 
 
 def measure_workers(
-    folder: Path, workers: Workers, numbers: Sequence[int], repeats: int, dtype: torch.dtype
+    folder: Path, workers: Workers, numbers: Sequence[int], repeats: int, dtype: torch.dtype, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Seconds from the trainer's call until the last worker holds the version, whose hash it has verified."""
+    """Seconds from the trainer's call until the last worker holds the version, whose hash it has verified. What is lent
+    is written as a delta too, after it was told of: `written_s` is until then."""
     rows = []
-    for kind, full_every in (("delta", 1000), ("full", 1)):
+    for kind, full_every in (("delta", 1000), ("full", 1), ("lent", 1000)):
         for number_of_workers in numbers:
-            total_s, publish_s, num_bytes = [], [], 0
-            with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shelf:
-                publisher = Publisher(Path(shelf), dtype=dtype, full_every=full_every)
+            total_s, publish_s, written_s, num_bytes = [], [], [], 0
+            with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as name:
+                shelf = Path(name)
+                lender = Lender(shelf / SOCKET) if kind == "lent" else None
+                publisher = Publisher(shelf, dtype=dtype, full_every=full_every, lender=lender)
                 for number in range(repeats + 1):
-                    weights = version(folder, number)
-                    workers.take(number_of_workers, Path(shelf), number)
-                    time.sleep(0.5)  # they wait
+                    weights = [(name, weight.to(device)) for name, weight in version(folder, number)]
+                    if lender is None:
+                        workers.take(number_of_workers, shelf, number)
+                        time.sleep(0.5)  # they wait
                     started_s = time.monotonic()
                     told = publisher.publish(weights, number)
+                    published_s = time.monotonic()
+                    if lender is not None:
+                        workers.take(number_of_workers, shelf, number)
                     done_s, refused = workers.taken(number_of_workers, told)
+                    publisher.look(wait=True)
                     assert not refused and publisher.last is not None
-                    if number == 0:  # in full for both kinds, and it maps memory for the first time
+                    if number == 0:  # in full for all kinds, and it maps memory for the first time
                         continue
                     total_s.append(done_s - started_s)
-                    publish_s.append(publisher.last.seconds)
+                    publish_s.append(published_s - started_s)
+                    written_s.append(publisher.last.seconds if lender else published_s - started_s)
                     num_bytes = publisher.last.delta_bytes or publisher.last.full_bytes or 0
-            row = {"kind": kind, "workers": number_of_workers, "bytes": num_bytes}
-            rows.append(row | {"total_s": spread(total_s), "publish_s": spread(publish_s), "repeats": repeats})
+                if lender is not None:
+                    lender.close()
+            row = {"kind": kind, "workers": number_of_workers, "bytes": num_bytes, "repeats": repeats}
+            seconds = {"total_s": total_s, "publish_s": publish_s, "written_s": written_s}
+            rows.append(row | {what: spread(values) for what, values in seconds.items()})
             print(rows[-1], flush=True)
     return rows
 
@@ -264,6 +283,7 @@ def main() -> None:
     parser.add_argument("--float32-steps", type=int, default=3, help="measured as float32 too")
     parser.add_argument("--workers", default="1,2,4")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="of workers and damage: where trainer and workers are")
     parser.add_argument("--parts", default="workers,damage,steps", help="others stay in --out as they are")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="of the recipe")
@@ -276,17 +296,19 @@ def main() -> None:
     model_name = load_config(RECIPES / arguments.recipe).model
     numbers = [int(number) for number in arguments.workers.split(",")]
     record = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
-    record |= describe_machine(CPU, torch.bfloat16) | {
+    device = torch.device(arguments.device)
+    record |= describe_machine(device, torch.bfloat16) | {
         "cores": os.cpu_count(),
         "what": "benchmarks/weights.py",
         "recipe": arguments.recipe,
         "overrides": arguments.overrides,
     }
     if {"workers", "damage"} & set(parts):
-        workers = Workers.start(max(numbers), model_name, torch.bfloat16)
+        workers = Workers.start(max(numbers), model_name, torch.bfloat16, device)
         try:
             if "workers" in parts:
-                record["workers"] = measure_workers(folder, workers, numbers, arguments.repeats, torch.bfloat16)
+                measured = measure_workers(folder, workers, numbers, arguments.repeats, torch.bfloat16, device)
+                record["workers"] = measured
             if "damage" in parts:
                 record["damage"] = measure_damage(folder, workers, torch.bfloat16)
         finally:

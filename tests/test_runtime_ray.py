@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ from tiny_models import small_llama
 from slipstream.config import Config, load_config
 from slipstream.models.weights import fingerprint, named_weights
 from slipstream.observe.store import RunStore
-from slipstream.runtime import ray_runtime
+from slipstream.runtime import ray_link, ray_runtime
 from slipstream.runtime.control import ask_for_workers
 from slipstream.runtime.local import run_training
 from slipstream.runtime.processes import Doorbell, PipeClosed
 from slipstream.runtime.ray_actor import Closed, Mailbox, SharedFolder
 from slipstream.runtime.ray_link import RefusedLink, what_became
 from slipstream.runtime.ray_runtime import on_ray, resources_of
-from slipstream.runtime.ray_weights import ParcelPost, take_in
+from slipstream.runtime.ray_tree import Grove
+from slipstream.runtime.ray_weights import Parcel, ParcelPost, take_in
 from slipstream.runtime.rollout_messages import Broke, TakeWeights
 from slipstream.stream.publisher import Publisher
 from slipstream.stream.receiver import Receiver
@@ -305,14 +307,27 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 def test_a_cluster_that_is_too_small_says_so_at_once_and_one_that_is_not_is_filled(
     two_nodes: Cluster, one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second worker takes the run's folder for one that it does not see: simulated by a marker that is not there,
-    since both nodes are this machine."""
     recipe = write_recipe(tmp_path, "run", **SYNC, runtime="ray")
     with pytest.raises(ValueError, match=r"asks for 4 CPU .*free now: .* has 2 CPU; .* has 1 CPU \(of 3 CPU in all\)"):
         run_training(load_config(recipe, ["rollout.workers=3", "rollout.threads=1"]), quiet=True)
     assert not (tmp_path / "run").exists(), "nothing was begun"
+    with blind_worker(monkeypatch) as seen:
+        assert run_training(load_config(recipe, ["rollout.threads=1"]), quiet=True).reason == "done"
+    assert len({seen["trainer"], seen["rollout-0"], seen["rollout-1"]}) == 2
+    assert "000004.on.000003" in seen["shelf"] and seen["parcels"] == "", "weights came to the other node by the tree"
+    assert seen["left"] == "", "and are gone with the run"
+    with RunStore(tmp_path / "run", read_only=True) as store:
+        workers = {one.device for one in store.ledger() if one.account == "decode"}
+    assert workers == {"rollout-0", "rollout-1"}
+
+
+@contextmanager
+def blind_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """The second worker takes the run's folder for one that it does not see: simulated by a marker that is not there,
+    since both nodes are this machine. What was seen of the run."""
     plain, plain_close = ray_runtime.RayRuntime._folder_for, ray_runtime.RayRuntime.close
-    seen: dict[str, str] = {}
+    plain_parcel = ParcelPost.parcel
+    seen: dict[str, str] = {"parcels": ""}
 
     def folder_for(self: ray_runtime.RayRuntime, name: str) -> SharedFolder:
         folder = plain(self, name)
@@ -322,19 +337,45 @@ def test_a_cluster_that_is_too_small_says_so_at_once_and_one_that_is_not_is_fill
 
     def close(self: ray_runtime.RayRuntime) -> None:
         seen.update({link.name: link.where.node_id for link in self._links if link.where is not None})
-        seen["shelf"] = " ".join(path.name for path in (self._folder.elsewhere / "weights").iterdir())
+        seen["shelf"] = " ".join(path.name for path in self._folder.weights_elsewhere.iterdir())
         plain_close(self)
         seen["left"] = " ".join(path.name for path in self._folder.elsewhere.iterdir() if path.is_dir())
 
+    def parcel(self: ParcelPost, number: int, held: int | None) -> Parcel:
+        seen["parcels"] += f"{number} "
+        return plain_parcel(self, number, held)
+
     monkeypatch.setattr(ray_runtime.RayRuntime, "_folder_for", folder_for)
     monkeypatch.setattr(ray_runtime.RayRuntime, "close", close)
-    assert run_training(load_config(recipe, ["rollout.threads=1"]), quiet=True).reason == "done"
-    assert len({seen["trainer"], seen["rollout-0"], seen["rollout-1"]}) == 2
-    assert "000004.on.000003" in seen["shelf"], "weights came to the other node by Ray's object store"
-    assert seen["left"] == "", "and are gone with the run"
-    with RunStore(tmp_path / "run", read_only=True) as store:
-        workers = {one.device for one in store.ledger() if one.account == "decode"}
-    assert workers == {"rollout-0", "rollout-1"}
+    monkeypatch.setattr(ParcelPost, "parcel", parcel)
+    yield seen
+
+
+@pytest.mark.slow
+def test_when_the_tree_breaks_weights_come_by_the_object_store(
+    two_nodes: Cluster, one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_link, "TREE_S", 0.5)
+    groves: list[Grove] = []
+    plain_send = ray_link.RayLink._send_weights
+
+    def send(self: ray_link.RayLink, messages: list[Any]) -> None:
+        if self.name == "rollout-1" and any(isinstance(one, TakeWeights) and one.number == 2 for one in messages):
+            for relay in groves[-1].relays.values():
+                ray.kill(relay)  # after it has brought this one
+        plain_send(self, messages)
+
+    def grove(*arguments: Any) -> Any:
+        groves.append(Grove(*arguments))
+        return groves[-1]
+
+    monkeypatch.setattr(ray_link.RayLink, "_send_weights", send)
+    monkeypatch.setattr(ray_runtime, "Grove", grove)
+    recipe = write_recipe(tmp_path, "run", **SYNC, runtime="ray")
+    with blind_worker(monkeypatch) as seen:
+        assert run_training(load_config(recipe, ["rollout.threads=1"]), quiet=True).reason == "done"
+    assert len(groves) == 1 and seen["parcels"].split() == ["3", "4"], "the first came by the tree"
+    assert "is broken" in (tmp_path / "run" / "logs" / "trainer.log").read_text()
 
 
 @pytest.mark.slow

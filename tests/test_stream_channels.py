@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +23,13 @@ from weight_versions import step
 
 from slipstream.models.weights import fingerprint, named_weights
 from slipstream.stream import neighbours
+from slipstream.stream import relay as relay_module
 from slipstream.stream.editions import RefusedWeights
 from slipstream.stream.fanout import Node, Tree, plan_tree
 from slipstream.stream.neighbours import Borrower, Lender
 from slipstream.stream.publisher import Publisher
 from slipstream.stream.receiver import Receiver
-from slipstream.stream.relay import REPEATS, Relay, TreeChannel
+from slipstream.stream.relay import REPEATS, Relay, TreeChannel, TreePlan
 from slipstream.stream.shelf import Shelf
 
 SMALL = 4096
@@ -49,8 +53,8 @@ class Faulty:
             def __init__(self) -> None:
                 self.work = group.group.recv(tensors, src, tag)
 
-            def wait(self) -> None:
-                self.work.wait()
+            def wait(self, *patience: Any) -> None:
+                self.work.wait(*patience)
                 if tensors[0].dtype == torch.uint8 and group.num_faults:
                     group.num_faults -= 1
                     tensors[0][len(tensors[0]) // 2] ^= 4
@@ -77,18 +81,19 @@ def test_a_tree_brings_every_version_to_every_shelf_and_repeats_what_was_damaged
     members[RANKS["b"]] = Faulty(members[RANKS["b"]], num_faults=2)
     trained = small_llama(0, dtype=torch.bfloat16)
     channel = TreeChannel(members[0], TREE, RANKS)
-    publisher = Publisher(tmp_path / "root", dtype=torch.bfloat16, bucket_bytes=SMALL, channels=[channel])
+    publisher = Publisher(tmp_path / "root", dtype=torch.bfloat16, bucket_bytes=SMALL, channels=[channel], full_every=2)
     relays = {name: Relay(members[RANKS[name]], TREE, RANKS, name, tmp_path / name) for name in "abc"}
     assert [TREE.parents[name] for name in "abc"] == ["root", "a", "b"], "a chain: everybody but c passes on"
     models = {name: small_llama(5, dtype=torch.bfloat16) for name in "abc"}
     receivers = {name: Receiver(tmp_path / name, name) for name in "abc"}
-    for number in range(3):
+    for number in range(5):
         step(trained, 0.05, number)
-        under_way = in_threads({name: relay.take_one for name, relay in relays.items()})
+        under_way = in_threads({name: relay.take_version for name, relay in relays.items()})
         version = publisher.publish(named_weights(trained), number)
         for name in "abc":
-            edition = under_way[name].result(60)
-            assert edition.version == version and (edition.base is None) == (number == 0)
+            editions = under_way[name].result(60)
+            assert {edition.version for edition in editions} == {version}
+            assert [edition.base is None for edition in editions] == ([number == 0] if number in (0, 1, 3) else [0, 1])
             assert receivers[name].catch_up(models[name], number) == version
             assert fingerprint(models[name]) == version.digest
     assert [refusal.bucket for refusal in relays["b"].refusals] == [0, 0] and not relays["c"].refusals
@@ -105,19 +110,58 @@ def test_who_never_gets_it_right_is_named_and_the_others_get_it(tmp_path: Path) 
     publisher = Publisher(tmp_path / "root", dtype=torch.bfloat16, bucket_bytes=SMALL, channels=[channel])
     relays = {name: Relay(members[RANKS[name]], tree, RANKS, name, tmp_path / name) for name in "abc"}
     trained = small_llama(0, dtype=torch.bfloat16)
-    under_way = in_threads({name: relay.take_one for name, relay in relays.items()})
+    under_way = in_threads({name: relay.take_version for name, relay in relays.items()})
     version = publisher.publish(named_weights(trained), 0)
-    assert channel.refused_by == ["b"] and under_way["a"].result(60).version == version
+    assert channel.refused_by == ["b"] and under_way["a"].result(60)[0].version == version
     with pytest.raises(RefusedWeights, match="b could not take version 0, it keeps the weights") as raised:
         under_way["b"].result(60)
     assert len(raised.value.refusals) == REPEATS + 1 and raised.value.refusals[0].worker == "b"
-    assert under_way["c"].result(60) is None
+    assert under_way["c"].result(60) == []
     assert Shelf(tmp_path / "b").names() == Shelf(tmp_path / "c").names() == [], "no half of it is left"
     members[RANKS["b"]].num_faults = 0
-    under_way = in_threads({name: relay.take_one for name, relay in relays.items()})
+    under_way = in_threads({name: relay.take_version for name, relay in relays.items()})
     assert publisher.repeat() == version and channel.refused_by == []
-    assert all(under_way[name].result(60).version == version for name in "abc")
+    assert all(under_way[name].result(60)[0].version == version for name in "abc")
     assert Receiver(tmp_path / "c", "c").catch_up(trained, 0) == version
+
+
+class Lost:
+    """A group one of whose members is gone."""
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
+        raise RuntimeError("Connection closed by peer\nat some place")
+
+    recv = send
+
+
+def test_a_tree_that_breaks_is_told_and_everything_else_goes_on(tmp_path: Path) -> None:
+    channel = TreeChannel(Lost(), TREE, RANKS)
+    publisher = Publisher(tmp_path / "root", dtype=torch.bfloat16, bucket_bytes=SMALL, channels=[channel])
+    trained = small_llama(0, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"weights go through is broken \(Connection closed by peer\)$") as told:
+        versions = [publisher.publish(named_weights(trained), number) for number in range(2)]
+    assert channel.is_broken and len(told) == 1
+    assert Receiver(tmp_path / "root", "w").catch_up(trained, 1) == versions[1]
+
+
+def test_members_meet_by_a_plan_and_wait_for_versions_longer_than_for_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "ANSWER_S", 2.0)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        plan = TreePlan("127.0.0.1", free.getsockname()[1], plan_tree(Node("root", 1.0), [Node("a", 1.0)], 2))
+    groups = {
+        name: one.result(60)
+        for name, one in in_threads({n: partial(plan.group, n, plan.address) for n in plan.ranks}).items()
+    }
+    relay = Relay(groups["a"], plan.tree, plan.ranks, "a", tmp_path / "a")
+    channel = TreeChannel(groups["root"], plan.tree, plan.ranks)
+    publisher = Publisher(tmp_path / "root", dtype=torch.bfloat16, bucket_bytes=SMALL, channels=[channel])
+    under_way = in_threads({"a": relay.take_version})["a"]
+    time.sleep(3.0)
+    version = publisher.publish(named_weights(small_llama(0)), 0)
+    assert [edition.version for edition in under_way.result(60)] == [version]
 
 
 @pytest.fixture

@@ -42,9 +42,7 @@ from slipstream.runtime.rollout_worker import TELL_S, PastTexts, RolloutWorker
 from slipstream.runtime.trainer_messages import TrainerBroke, TrainerReady
 from slipstream.runtime.trainer_worker import TrainerWorker
 from slipstream.stream.editions import RefusedWeights, VersionMissing
-from slipstream.stream.neighbours import Borrower, Lender
-from slipstream.stream.publisher import Publisher
-from slipstream.stream.receiver import Receiver
+from slipstream.stream.ways import Ways
 from slipstream.train.trainer_rank import TrainerRank
 
 WAIT_S = 1.0
@@ -57,10 +55,10 @@ def sample_in_process(
     weights_folder: Path,
     name: str,
     most_bytes: int | None = None,
-    lending_place: Path | None = None,
+    ways: Ways = Ways(),
 ) -> None:
-    """The recipe's model tells the shape; weights come from `weights_folder`, or from the trainer's memory where that
-    lends them. `most_bytes`: that it may take of a GPU which it shares; None: what is free."""
+    """The recipe's model tells the shape; weights come from `weights_folder`, or a shorter way. `most_bytes`: that it
+    may take of a GPU which it shares; None: what is free."""
 
     def work() -> None:
         device = choose_device(recipe.device)
@@ -77,8 +75,7 @@ def sample_in_process(
         slots = config.engine.max_sequences
         points = speed_points(engine, slots, config.max_length)
         drafter = drafter_worker(config, engine, name, pipe.say) if learns(config) else None
-        borrower = None if lending_place is None else Borrower(lending_place)
-        receiver, choices = Receiver(weights_folder, name, borrower=borrower), partial(draft_choices, selector)
+        receiver, choices = ways.receiver(weights_folder, name), partial(draft_choices, selector)
         worker = RolloutWorker(engine, receiver, past, pipe.say, drafter=drafter, choices=choices)
         pipe.say(Here(slots, points, None if drafter is None else drafter.version))
         while not worker.is_leaving:
@@ -108,7 +105,7 @@ def train_in_process(
     weights_folder: Path,
     rank: int,
     rendezvous: str,
-    lending_place: Path | None = None,
+    ways: Ways = Ways(),
 ) -> None:
     """From a checkpoint, which holds the weights and all that the optimizer knows."""
 
@@ -122,10 +119,7 @@ def train_in_process(
         if config.algorithm.kl_coef > 0:
             trainer.set_reference(str(config.run.dir / REFERENCE_FOLDER))
         dtype = resolve_precision(config.engine.dtype, device)
-        publisher = None
-        if rank == 0:
-            lender = None if lending_place is None else Lender(lending_place)
-            publisher = Publisher(weights_folder, dtype=dtype, lender=lender)
+        publisher = ways.publisher(weights_folder, dtype) if rank == 0 else None
         drafter_folder = config.run.dir / VERSIONS_FOLDER if learns(config) else None
         worker = TrainerWorker(trainer, publisher, pipe.say, drafter_folder=drafter_folder)
         pipe.say(TrainerReady())

@@ -11,6 +11,7 @@ import os
 import pickle
 import queue
 import tempfile
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,11 @@ from typing import Any
 import ray
 
 from slipstream.runtime.processes import Pipe, PipeClosed, print_into
-from slipstream.runtime.ray_weights import Parcel, take_in
+from slipstream.runtime.ray_weights import Parcel, take_in, way_to
+from slipstream.stream.shelf import Shelf
 
 POLL_S = 5.0
+LOOK_S = 0.02
 GROUPS = {"work": 1, "inbox": 1, "outbox": 1}
 """Threads, of which each does its calls one after the other: what is sent stays in order."""
 
@@ -46,6 +49,10 @@ class SharedFolder:
     def elsewhere(self) -> Path:
         """What a node that does not see it has instead: for this run only."""
         return Path(tempfile.gettempdir()) / f"slipstream-{self.token}"
+
+    @property
+    def weights_elsewhere(self) -> Path:
+        return self.elsewhere / self.weights.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +143,17 @@ class Coat:
     @ray.method(concurrency_group="inbox")
     def take_parcel(self, parcel: Parcel) -> None:
         """Weights, for a node that does not see where they lie."""
-        take_in(parcel, self._folder.elsewhere / self._folder.weights.name)
+        take_in(parcel, self._folder.weights_elsewhere)
+
+    @ray.method(concurrency_group="inbox")
+    def finds_weights(self, number: int, held: int | None, wait_s: float) -> bool:
+        """Whether they came to this node by another way, if not now then in so long."""
+        shelf, until_s = Shelf(self._folder.weights_elsewhere), time.monotonic() + wait_s
+        while way_to(shelf, number, held) is None:
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(LOOK_S)
+        return True
 
     @ray.method(concurrency_group="outbox")
     def said(self) -> tuple[list[Any], str | None]:
@@ -147,7 +164,7 @@ class Coat:
 
     def _as_seen_here(self, argument: Any) -> Any:
         if not self._sees and argument == self._folder.weights:
-            return self._folder.elsewhere / self._folder.weights.name
+            return self._folder.weights_elsewhere
         return argument
 
 

@@ -11,7 +11,7 @@ import pickle
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from slipstream.runtime.ray_actor import GROUPS, Closed, Coat, SharedFolder, Whe
 from slipstream.runtime.ray_weights import ParcelPost
 from slipstream.runtime.rollout_messages import Broke, TakeWeights
 
+TREE_S = 10.0
+"""Until what the trainer has sent through a tree is at all nodes: those next to it have it by now."""
 _THREADS: dict[str, Any] = {"concurrency_groups": GROUPS}  # which Ray's type hints do not know
 _ACTOR: Any = ray.remote(**_THREADS)(Coat)
 
@@ -42,12 +44,15 @@ class RayLink:
         folder: SharedFolder,
         post: ParcelPost,
         options: dict[str, Any],
+        tree_nodes: Collection[str] = (),
     ) -> None:
-        """`options`: of the actor, what it needs and where it goes."""
+        """`options`: of the actor, what it needs and where it goes. `tree_nodes`: to which weights come through a tree,
+        if they do not see them."""
         self.name, self.log_file, self._bell, self._born, self._post = name, log_file, bell, born, post
         self.where: Whereabouts | None = None
         """None until it has started."""
         self._work = num_threads, pickle.dumps((work, arguments))
+        self._tree_nodes = frozenset(tree_nodes)
         self._held: int | None = None
         """The version of the weights that were last sent to a node that does not see them."""
         self._ended = ""
@@ -163,6 +168,11 @@ class RayLink:
         if self.where.sees_folder or not wanted:
             return
         for number in wanted:
+            if self.where.node_id in self._tree_nodes:
+                if ray.get(self._actor.finds_weights.remote(number, self._held, TREE_S)):
+                    self._held = number
+                    continue
+                self._tree_nodes = frozenset()  # it is broken, and will stay so
             try:
                 parcel = self._post.parcel(number, self._held)
             except (LookupError, ValueError):

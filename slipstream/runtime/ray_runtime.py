@@ -36,8 +36,10 @@ from slipstream.runtime.pool import WorkerLink
 from slipstream.runtime.processes import Doorbell, Work
 from slipstream.runtime.ray_actor import SharedFolder
 from slipstream.runtime.ray_link import RayLink, RefusedLink
+from slipstream.runtime.ray_tree import Grove
 from slipstream.runtime.ray_weights import ParcelPost
 from slipstream.runtime.runtimes import Born, Runtime
+from slipstream.stream.ways import Ways
 
 OWN_ROOM = "slipstream"
 """What processes count as on the run's own cluster."""
@@ -54,6 +56,7 @@ class RayRuntime:
         self._bundles = {need.name: (number, need) for number, need in enumerate(needs)}
         self._post = ParcelPost(folder.weights)
         self._links: list[RayLink] = []
+        self._grove: Grove | None = None
         self._late: set[str] = set()
         """Workers that came later, and found room."""
 
@@ -81,6 +84,7 @@ class RayRuntime:
             folder=self._folder_for(name),
             post=self._post,
             options=options,
+            tree_nodes=() if self._grove is None else self._grove.nodes,
         )
         self._links.append(link)
         return link
@@ -95,8 +99,15 @@ class RayRuntime:
         address, port = _call_on(self._nodes()[0], _free_port)
         return f"tcp://{address}:{port}"
 
-    def lending_place(self) -> None:
-        return None  # processes of a cluster share nothing but files
+    def weight_ways(self) -> Ways:
+        """Through a tree to nodes that do not see the run's folder, if there are any."""
+        nodes = dict(zip(self._bundles, self._nodes(), strict=True))
+        blind = {node for name, node in nodes.items() if not _call_on(node, _sees, self._folder_for(name))}
+        if not blind:
+            return Ways()
+        address, port = _call_on(self._nodes()[0], _free_port)
+        self._grove = Grove(address, port, blind, self._folder.weights_elsewhere)
+        return Ways(tree=self._grove.plan)
 
     def check_trainers_see_folder(self) -> None:
         for node in sorted(set(self._nodes()[: self._config.train.ranks])):
@@ -109,11 +120,12 @@ class RayRuntime:
 
     def close(self) -> None:
         """Take back what was left on nodes that do not see the run's folder; logs stay."""
+        if self._grove is not None:
+            self._grove.close()
         blind = {link.where.node_id for link in self._links if link.where is not None and not link.where.sees_folder}
         for node in blind:
             with suppress(RayError):
-                there = self._folder.elsewhere / self._folder.weights.name
-                _call_on(node, shutil.rmtree, there, True)
+                _call_on(node, shutil.rmtree, self._folder.weights_elsewhere, True)
 
     def _folder_for(self, name: str) -> SharedFolder:
         return self._folder

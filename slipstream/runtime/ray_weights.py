@@ -8,7 +8,6 @@ bytes come to a node once.
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +40,7 @@ class ParcelPost:
     def parcel(self, number: int, held: int | None) -> Parcel:
         """What leads a worker that holds version `held` to this one; LookupError if nothing does."""
         names = self._shelf.names()
-        editions = [edition for name in names if (edition := self._shelf.edition(name)) is not None]
-        at = next((edition.version for edition in editions if edition.version.number == held), None)
-        chain = shortest_chain(editions, at, number)
+        chain = way_to(self._shelf, number, held)
         if chain is None:
             raise LookupError(f"nothing in {self._shelf.folder} leads to version {number}")
         with self._lock:
@@ -67,12 +64,17 @@ class ParcelPost:
         return references
 
 
+def way_to(shelf: Shelf, number: int, held: int | None) -> list[Edition] | None:
+    """What leads a worker that holds version `held` to this one; None if nothing there does."""
+    editions = [edition for name in shelf.names() if (edition := shelf.edition(name)) is not None]
+    at = next((edition.version for edition in editions if edition.version.number == held), None)
+    return shortest_chain(editions, at, number)
+
+
 def take_in(parcel: Parcel, folder: Path) -> None:
     """Onto the shelf of this node, which its workers share: what is there already is not fetched."""
-    folder.mkdir(parents=True, exist_ok=True)
     shelf = Shelf(folder)
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with shelf.only_writer():
         for manifest, references in parcel.editions:
             edition = Edition.from_json(manifest)
             if shelf.edition(edition.name) == edition:

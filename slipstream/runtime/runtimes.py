@@ -19,6 +19,7 @@ from slipstream.config import Config
 from slipstream.runtime.placement import place, visible_gpu, worker_bytes
 from slipstream.runtime.pool import WorkerLink
 from slipstream.runtime.processes import Doorbell, Link, Work
+from slipstream.stream.ways import Ways
 
 Born = Callable[[str, int], None]
 """Is told the name and the process number of whoever has started, maybe in another thread."""
@@ -39,9 +40,8 @@ class Runtime(Protocol):
         """Where trainer ranks meet: another place each time."""
         ...
 
-    def lending_place(self) -> Path | None:
-        """For a socket, another one each time, at which the trainer lends weights to workers on its own device; None
-        if they need not be."""
+    def weight_ways(self) -> Ways:
+        """From the trainer, which is started next, to workers: others each time."""
         ...
 
 
@@ -72,11 +72,11 @@ class LocalRuntime:
         self._num_met += 1
         return f"file://{self._folder}/ranks-{self._num_met}"
 
-    def lending_place(self) -> Path | None:
+    def weight_ways(self) -> Ways:
         if self._num_gpus > 1:
-            return None
+            return Ways()  # workers need not be on the trainer's
         self._num_lent += 1
-        return self._folder / f"weights-{self._num_lent}"
+        return Ways(lending_place=self._folder / f"weights-{self._num_lent}")
 
     def _gpu_of(self, name: str) -> str | None:
         if not self._num_gpus:

@@ -132,15 +132,15 @@ def stream(
 
         def start_worker(name: str) -> WorkerLink:
             most_bytes = runtime.worker_bytes(name, parts.num_parameters)
-            work = (sample_in_process, config, weights_folder, name, most_bytes, lending_place)
+            work = (sample_in_process, config, weights_folder, name, most_bytes, ways)
             workers[name] = start(name, worker_threads(config), *work)
             return workers[name]
 
-        rendezvous, lending_place = runtime.rendezvous(), runtime.lending_place()
+        rendezvous, ways = runtime.rendezvous(), runtime.weight_ways()
         trainers = []
         for rank in range(config.train.ranks):
             name = trainer_name(rank, config.train.ranks)
-            work = (train_in_process, config, parts.checkpoint, weights_folder, rank, rendezvous, lending_place)
+            work = (train_in_process, config, parts.checkpoint, weights_folder, rank, rendezvous, ways)
             trainers.append(start(name, trainer_threads(config), *work))
             stack.callback(trainers[-1].close)
             ledger.arrive(name, time.monotonic(), rest="rollout wait")

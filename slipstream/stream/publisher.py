@@ -2,8 +2,7 @@
 
 Keeps the bits of the last version, where the weights lie, to tell what changed since. A bucket is written and sent by a
 second thread while the next one is encoded, so at most WAITING of an edition are in memory beside that copy. Every
-`full_every`-th version is there in full too. The shelf keeps FULL_KEPT full ones (a slow reader may be at the last but
-one) and what changed since the one before these.
+`full_every`-th version is there in full too.
 
 With a lender a version is there as soon as its bits are: it is encoded and written in the background, for whoever
 cannot borrow it.
@@ -31,7 +30,6 @@ from slipstream.types import WeightVersion
 
 BUCKET_BYTES = 32 << 20
 FULL_EVERY = 8
-FULL_KEPT = 2
 WAITING = 2
 """Encoded buckets that may wait to be written."""
 
@@ -114,8 +112,7 @@ class Publisher:
         done = self._send(buckets, pass_on, number, base, is_full=is_full)
         self._since_full = 0 if is_full else self._since_full + 1
         if is_full:
-            for old in self._shelf.full_numbers()[:-FULL_KEPT][-1:]:
-                self._shelf.forget_before(old + 1)
+            self._shelf.forget_old()
         return done
 
     @torch.no_grad()

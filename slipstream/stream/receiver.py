@@ -116,7 +116,7 @@ class Receiver:
         self, number: int, avoided: set[str], deadline_s: float
     ) -> tuple[list[Edition] | None, Sequence[Refusal]]:
         while True:
-            waits = time.monotonic() < deadline_s
+            waits = time.monotonic() < deadline_s and not avoided  # else it is there, and is no good
             if not waits or self._shelf.has(number):
                 editions, damaged = self._editions()
                 usable = [edition for edition in editions if edition.name not in avoided]

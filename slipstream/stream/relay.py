@@ -2,8 +2,9 @@
 
 The root is a `Channel` of the publisher. Every other member takes each bucket from its parent, answers whether it came
 as it was sent (else it is sent again), puts it onto a shelf of its own, from which the engines of its machine take it,
-and passes it on while the next one arrives. So a version is complete on every shelf or not there. The group must have
-every member alive; who was lost is left out of a new group and its new tree (`fanout.replan`), or reads a shelf.
+and passes it on while the next one arrives. So an edition is complete on every shelf or not there. Two editions of a
+version may come at once, bucket by bucket. The group must have every member alive: if one is lost the tree is broken,
+which the root tells, and whoever was reached by it takes another way.
 
 A message is a head of int64 numbers and, if it tells a size, so many bytes; the answer to one is a 0 or a 1.
 """
@@ -12,10 +13,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.stream.coding import NAMES
@@ -25,6 +29,10 @@ from slipstream.stream.shelf import Shelf
 
 BEGIN, BUCKET, END, GIVE_UP = range(4)
 REPEATS = 3
+ANSWER_S = 60.0
+"""How long a member may take to come, to take a message and to answer it."""
+NEXT_VERSION = timedelta(days=365)
+"""Until then a member waits for its parent."""
 _HEAD_NUMBERS = 6
 """Kind, version, base or -1, bytes that follow, and their checksum in two halves."""
 
@@ -37,6 +45,32 @@ class Group(Protocol):
     def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Any: ...
 
 
+@dataclass(frozen=True, slots=True)
+class TreePlan:
+    """How members find each other, and who sends to whom."""
+
+    address: str
+    port: int
+    """Where the root listens."""
+    tree: Tree
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        return {name: rank for rank, name in enumerate([self.tree.root, *self.tree.parents])}
+
+    def group(self, name: str, own_address: str) -> Group:
+        """As this member, over gloo, reached at this address. Waits for all of them; RuntimeError if one does not
+        come."""
+        ranks = self.ranks
+        is_root, num_members, patience = name == self.tree.root, len(ranks), timedelta(seconds=ANSWER_S)
+        store = dist.TCPStore(self.address, self.port, num_members, is_root, patience, wait_for_workers=False)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        # By itself gloo takes what the machine's name leads to, which may be an address that only the machine knows.
+        options._devices, options._timeout = [gloo.create_device(hostname=own_address)], patience
+        return cast("Group", gloo(store, ranks[name], num_members, options))
+
+
 class TreeChannel:
     """The root's end: sends to its children in the tree, who send on."""
 
@@ -44,6 +78,8 @@ class TreeChannel:
         """`ranks`: of every member in the group. `device`: where messages lie; "cuda" for NCCL."""
         children = {name: ranks[name] for name in tree.children(tree.root)}
         self._branches = _Branches(group, children, torch.device(device))
+        self.is_broken = False
+        """Somebody is lost, and nothing more is sent."""
 
     @property
     def refused_by(self) -> list[str]:
@@ -51,27 +87,38 @@ class TreeChannel:
         return sorted(self._branches.out)
 
     def begin(self, number: int, base: int | None) -> Sending:
-        return _TreeSending(self._branches, number, base)
+        self.send(BEGIN, number, base, b"")
+        return _TreeSending(self, number, base)
+
+    def send(self, kind: int, number: int, base: int | None, payload: bytes | memoryview) -> None:
+        """What ends an edition is there when this returns."""
+        if self.is_broken:
+            return
+        try:
+            self._branches.start(kind, number, base, payload)
+            if kind in (END, GIVE_UP):
+                self._branches.finish()
+        except RuntimeError as error:  # of the group; others do not concern it
+            self.is_broken = True
+            first_line = str(error).partition("\n")[0]
+            warnings.warn(f"the tree that weights go through is broken ({first_line})", stacklevel=4)
 
 
 class _TreeSending:
-    def __init__(self, branches: _Branches, number: int, base: int | None) -> None:
-        self._branches, self._number, self._base = branches, number, base
+    def __init__(self, channel: TreeChannel, number: int, base: int | None) -> None:
+        self._channel, self._number, self._base = channel, number, base
         self._ended = False
-        branches.start(BEGIN, number, base, b"")
 
     def put(self, bucket: Bucket, payload: bytes | memoryview) -> None:
-        self._branches.start(BUCKET, self._number, self._base, payload)
+        self._channel.send(BUCKET, self._number, self._base, payload)
 
     def end(self, edition: Edition) -> None:
-        self._branches.start(END, self._number, self._base, edition.to_json().encode())
-        self._branches.finish()
+        self._channel.send(END, self._number, self._base, edition.to_json().encode())
         self._ended = True
 
     def give_up(self) -> None:
         if not self._ended:
-            self._branches.start(GIVE_UP, self._number, self._base, b"")
-            self._branches.finish()
+            self._channel.send(GIVE_UP, self._number, self._base, b"")
 
 
 class Relay:
@@ -92,44 +139,58 @@ class Relay:
         self._parent = ranks[tree.parents[name]]
         self._branches = _Branches(group, {child: ranks[child] for child in tree.children(name)}, self._device)
         self._shelf = Shelf(folder)
+        self._open: dict[int | None, tuple[Sending, list[Bucket]]] = {}
+        """Editions of one version that are under way, by their base; with their buckets."""
 
-    def take_one(self) -> Edition | None:
-        """Wait for an edition, pass it on and put it onto the shelf; None if the sender gave it up, or somebody on the
-        way from there. RefusedWeights if it could not be had."""
-        sending: Sending | None = None
-        buckets: list[Bucket] = []
+    def take_version(self) -> list[Edition]:
+        """Wait for a version, pass its editions on and put them onto the shelf: those that came. None if the sender
+        gave them up, or somebody on the way from there. RefusedWeights if one could not be had, RuntimeError if the
+        tree is broken."""
+        kind = -1
+        while kind != BEGIN:  # the rest of one that it could not take is nothing to it
+            kind, number, base, payload = self._receive(0, NEXT_VERSION)
+        with self._shelf.only_writer():
+            return self._take(kind, number, base, payload)
+
+    def _take(self, kind: int, number: int, base: int | None, payload: bytes) -> list[Edition]:
+        done: list[Edition] = []
         try:
             while True:
-                kind, number, base, payload = self._receive(len(buckets))
                 self._branches.start(kind, number, base, payload)
                 if kind == BEGIN:
-                    sending = self._shelf.begin(number, base)
-                    continue
-                assert sending is not None, "buckets come after a beginning"
-                if kind == BUCKET:
+                    buckets: list[Bucket] = []
+                    self._open[base] = self._shelf.begin(number, base), buckets
+                elif kind == BUCKET:
+                    sending, buckets = self._open[base]
                     buckets.append(Bucket(NAMES[payload[:1]], len(payload), checksum(payload)))
                     sending.put(buckets[-1], payload)
-                    continue
-                self._branches.finish()
-                if kind == GIVE_UP:
-                    sending.give_up()
-                    return None
-                edition = Edition.from_json(payload)
-                assert edition.buckets == tuple(buckets), "a manifest tells of other buckets than came"
-                sending.end(edition)
-                return edition
+                else:
+                    self._branches.finish()
+                    sending, buckets = self._open.pop(base)
+                    if kind == END:
+                        edition = Edition.from_json(payload)
+                        assert edition.buckets == tuple(buckets), "a manifest tells of other buckets than came"
+                        sending.end(edition)
+                        done.append(edition)
+                    else:
+                        sending.give_up()
+                if not self._open:
+                    self._shelf.forget_old()
+                    return done
+                kind, number, base, payload = self._receive(len(buckets), timedelta(seconds=ANSWER_S))
         except BaseException:
-            if sending is not None:
+            for other, (sending, _) in self._open.items():
                 sending.give_up()
-                self._branches.start(GIVE_UP, number, base, b"")
-                self._branches.finish()
+                self._branches.start(GIVE_UP, number, other, b"")
+            self._open.clear()
+            self._branches.finish()
             raise
 
-    def _receive(self, index: int) -> tuple[int, int, int | None, bytes]:
+    def _receive(self, index: int, patience: timedelta) -> tuple[int, int, int | None, bytes]:
         refused: list[Refusal] = []
         for _ in range(REPEATS + 1):
             head = torch.empty(_HEAD_NUMBERS, dtype=torch.int64, device=self._device)
-            self._group.recv([head], self._parent, 0).wait()
+            self._group.recv([head], self._parent, 0).wait(patience)
             kind, number, base, num_bytes, high, low = head.tolist()
             payload = b""
             if num_bytes:

@@ -7,12 +7,13 @@ is replaced or forgotten disappears in one renaming; whoever has its buckets ope
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import shutil
 import struct
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from slipstream.files import TEMPORARY, flush, replacing
@@ -20,6 +21,7 @@ from slipstream.stream.editions import Bucket, Edition, checksum, edition_name
 
 MANIFEST = "manifest.json"
 GONE = ".gone-"
+FULL_KEPT = 2
 _HEAD = struct.Struct("<4sQI16sQ")
 _MAGIC = b"SLPB"
 
@@ -113,6 +115,20 @@ class Shelf:
         """Versions that are there in full, oldest first."""
         complete = (name for name in self.names() if (self.folder / name / MANIFEST).is_file())
         return [_number_of(name) for name in complete if name.endswith(".full")]
+
+    def forget_old(self) -> None:
+        """All but the last FULL_KEPT full versions (a slow reader may be at the last but one) and what changed since
+        the one before these."""
+        for old in self.full_numbers()[:-FULL_KEPT][-1:]:
+            self.forget_before(old + 1)
+
+    @contextmanager
+    def only_writer(self) -> Iterator[None]:
+        """Where several processes of a machine may write: one after the other."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with (self.folder.parent / f".{self.folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _hidden(self) -> Iterator[Path]:
         if self.folder.is_dir():

@@ -1,0 +1,63 @@
+"""Weights to nodes of a Ray cluster that do not see the run's folder, through a tree of these nodes: a process on each
+takes what the trainer sends, puts it onto the node's shelf and passes it on (`stream/relay.py`).
+
+The tree lives as long as all of its processes do. Once it is broken weights come by Ray's object store
+(`ray_weights.py`), as they do to nodes that joined later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from slipstream.stream.editions import RefusedWeights
+from slipstream.stream.fanout import Node, plan_tree
+from slipstream.stream.relay import Relay, TreePlan
+
+ROOT = "trainer"
+DEGREE = 2
+"""Nodes that one sends to: more share its link, fewer make a longer way."""
+
+
+class RelayCoat:
+    """On a node: a relay for as long as its tree lives."""
+
+    def live(self, plan: TreePlan, name: str, folder: Path) -> str:
+        """Why it ended."""
+        try:
+            group = plan.group(name, ray.util.get_node_ip_address())
+            relay = Relay(group, plan.tree, plan.ranks, name, folder)
+            while True:
+                with suppress(RefusedWeights):  # the next one may come as it was sent
+                    relay.take_version()
+        except RuntimeError as error:
+            return str(error)
+
+
+_ACTOR: Any = ray.remote(RelayCoat)
+
+
+class Grove:
+    """The tree of a run, and its processes."""
+
+    def __init__(self, address: str, port: int, nodes: Collection[str], folder: Path) -> None:
+        """`address`, `port`: of the trainer, which is the root. `folder`: of the shelf, on each of these nodes."""
+        # How fast their links are nobody knows: all the same.
+        tree = plan_tree(Node(ROOT, 1.0), [Node(node, 1.0) for node in sorted(nodes)], DEGREE)
+        self.plan, self.nodes = TreePlan(address, port, tree), frozenset(nodes)
+        self.relays: dict[str, Any] = {}
+        for node in nodes:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            self.relays[node] = _ACTOR.options(num_cpus=0, scheduling_strategy=there).remote()
+            self.relays[node].live.remote(self.plan, node, folder)
+
+    def close(self) -> None:
+        for relay in self.relays.values():
+            with suppress(RayError):
+                ray.kill(relay)

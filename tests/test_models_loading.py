@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 
 from slipstream.engine.engine import Engine
-from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.loading import load_model, load_shape, load_tokenizer
 from slipstream.models.rendering import render_prompt, stop_token_ids
 from slipstream.types import Problem, Request, SamplingParams
 
@@ -37,6 +38,19 @@ def test_smollm2_speaks_chatml_and_knows_the_capital_of_france() -> None:
     while engine.has_work:
         rollouts += engine.step()
     assert "Paris" in tokenizer.decode(rollouts[0].token_ids)
+
+
+def test_a_shape_is_the_model_without_its_weights(tmp_path: Path) -> None:
+    model = load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
+    model.generation_config.eos_token_id = [3, 5]
+    model.save_pretrained(tmp_path)
+    shape, tokenizer = load_shape(tmp_path), load_tokenizer("tiny")
+    assert {name: weight.shape for name, weight in shape.named_parameters()} == {
+        name: weight.shape for name, weight in model.named_parameters()
+    }
+    assert all(weight.is_meta for weight in shape.parameters())
+    assert stop_token_ids(shape, tokenizer) == stop_token_ids(model, tokenizer)
+    assert set(stop_token_ids(shape, tokenizer)) >= {3, 5}
 
 
 def test_a_missing_folder_is_named() -> None:

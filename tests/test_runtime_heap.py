@@ -1,4 +1,4 @@
-"""Large blocks of a process that trains do not lie in its heap, where they would leave holes."""
+"""Large blocks of a process that trains do not lie in its heap, where they leave holes; what is freed goes back."""
 
 from __future__ import annotations
 
@@ -29,3 +29,36 @@ print("in the heap" if start <= block.ctypes.data < end else "apart")
 def test_large_blocks_are_mapped_apart(way: str, where: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == where
+
+
+GIVING_BACK = """
+import gc
+from pathlib import Path
+from slipstream.runtime.heap import give_back
+
+def allocated_kb():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+class Node:
+    pass
+
+gc.disable()
+give_back()
+before = allocated_kb()
+for _ in range(2000):  # in cycles, so that only a collection finds them
+    node = Node()
+    node.itself, node.block = node, bytes(20_000)
+pin = bytes(20_000)  # lies above the holes
+del node
+large = allocated_kb()
+give_back()
+print(large - before, allocated_kb() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a call of glibc")
+def test_garbage_and_the_holes_it_leaves_are_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", GIVING_BACK], capture_output=True, text=True, check=True)
+    grown_kb, kept_kb = map(int, done.stdout.split())
+    assert grown_kb > 30_000 and kept_kb < 0.2 * grown_kb

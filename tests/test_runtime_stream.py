@@ -20,6 +20,7 @@ from slipstream.draft.saved import load_drafter_state
 from slipstream.models.loading import load_model
 from slipstream.models.weights import fingerprint
 from slipstream.observe.store import RunStore
+from slipstream.runtime import local
 from slipstream.runtime.control import ask_for_workers, workers_asked_for
 from slipstream.runtime.drafters import export_from, find_drafter
 from slipstream.runtime.folder import RunFolder
@@ -28,6 +29,7 @@ from slipstream.runtime.local import run_training
 from slipstream.schedule.events import FLEET, from_record
 from slipstream.schedule.pipeline import Pipeline
 from slipstream.train.checkpoint import latest_checkpoint
+from slipstream.train.trainer import Trainer
 
 STEPS = 4
 SYNC: dict[str, Any] = {"mode": "sync", "rollout": {"workers": 2, "silence_s": 5}}
@@ -103,6 +105,29 @@ def test_a_synchronous_run_with_two_workers_has_the_weights_of_a_colocated_one(c
     assert {"rollout-0.log", "rollout-1.log", "trainer.log"} == {
         path.name for path in (tmp_path / "run" / "logs").iterdir()
     }
+
+
+def test_a_warm_start_that_was_interrupted_is_finished_here_and_trained_on_elsewhere(
+    colocated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(write_recipe(tmp_path, "run", **SYNC))
+    plain = Trainer.supervised_step
+
+    def interrupted(self: Trainer, *arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "supervised_step", interrupted)
+    assert run_training(config, quiet=True).reason == "interrupted"
+    monkeypatch.undo()
+    assert run_training(config, resume=True, quiet=True).reason == "done"
+    assert_same_run(tmp_path / "run", colocated)
+
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("the process that trains loads the weights; this one does without")
+
+    monkeypatch.setattr(local, "load_model", load)
+    assert run_training(config, resume=True, quiet=True).reason == "done", "there is nothing left to do"
 
 
 def test_events_replayed_give_the_same_actions(tmp_path: Path) -> None:

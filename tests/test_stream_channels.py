@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
-import shutil
+import pickle
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ from slipstream.stream.publisher import Publisher
 from slipstream.stream.receiver import Receiver
 from slipstream.stream.relay import REPEATS, Relay, TreeChannel, TreePlan
 from slipstream.stream.shelf import Shelf
+from slipstream.stream.ways import Ways
 
 SMALL = 4096
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -125,6 +126,32 @@ def test_who_never_gets_it_right_is_named_and_the_others_get_it(tmp_path: Path) 
     assert Receiver(tmp_path / "c", "c").catch_up(trained, 0) == version
 
 
+class OneAtATime:
+    """A channel that takes its time, and in which nothing may overlap."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def begin(self, *_: Any) -> Any:
+        assert self.lock.acquire(blocking=False), "two things at once"
+        time.sleep(0.002)
+        self.lock.release()
+        return self
+
+    def put(self, *_: Any) -> None:
+        self.begin()
+
+    end = give_up = put
+
+
+def test_a_channel_does_one_thing_at_a_time(tmp_path: Path) -> None:
+    trained, channel = small_llama(0, dtype=torch.bfloat16), OneAtATime()
+    publisher = Publisher(tmp_path / "root", dtype=torch.bfloat16, bucket_bytes=SMALL, channels=[channel], full_every=2)
+    for number in range(7):
+        step(trained, 0.05, number)
+        publisher.publish(named_weights(trained), number)
+
+
 class Lost:
     """A group one of whose members is gone."""
 
@@ -200,8 +227,8 @@ def test_what_was_lent_with_another_hash_is_refused_and_taken_from_the_shelf(tmp
     model = small_llama(1, dtype=torch.bfloat16)
     version = publisher.publish(named_weights(small_llama(0)), 0)
     publisher.look(wait=True)
-    assert lender._loan is not None
-    lender._loan.buckets[1][5] ^= 1
+    assert lender._shown is not None
+    lender._shown.loan.buckets[1][5] ^= 1
     assert receiver.catch_up(model, 0) == version and fingerprint(model) == version.digest
     assert [(refusal.edition, refusal.expected) for refusal in receiver.refusals] == [("lent", version.digest)]
     next((tmp_path / "shelf" / "000000.full").glob("*.bucket")).write_bytes(b"")
@@ -209,35 +236,67 @@ def test_what_was_lent_with_another_hash_is_refused_and_taken_from_the_shelf(tmp
         receiver_in(tmp_path).catch_up(model, 0)
 
 
-def test_a_lender_that_is_gone_or_hangs_holds_nobody_up(
-    tmp_path: Path, lender: Lender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lender_that_is_gone_or_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "ANSWER_S", 0.2)
+    model = small_llama(1, dtype=torch.bfloat16)
+    version = Publisher(tmp_path / "shelf", dtype=torch.bfloat16).publish(named_weights(small_llama(0)), 0)
+    assert receiver_in(tmp_path).catch_up(model, 0) == version, "nobody is there"
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "socket"))
+        silent.listen(1)
+        assert receiver_in(tmp_path).catch_up(model, 0) == version, "it does not answer"
+        assert receiver_in(tmp_path).catch_up(model, 0) == version
+
+
+def test_who_goes_away_or_stops_in_the_middle_costs_nobody_anything(tmp_path: Path, lender: Lender) -> None:
     publisher, model = publisher_of(tmp_path, lender), small_llama(1, dtype=torch.bfloat16)
-    receiver = receiver_in(tmp_path)
     version = publisher.publish(named_weights(small_llama(0)), 0)
-    publisher.look(wait=True)
-    nobody = Receiver(tmp_path / "shelf", "w", borrower=Borrower(tmp_path / "no socket"))
-    assert nobody.catch_up(model, 0) == version
-    monkeypatch.setattr(neighbours, "ANSWER_S", 0.1)
-    silent, answers = threading.Event(), neighbours.Lender._serve
-    monkeypatch.setattr(neighbours.Lender, "_serve", lambda self, connection: silent.wait(60))
-    receiver.forget()
-    assert receiver.catch_up(model, 0) == version and not receiver.refusals
-    monkeypatch.setattr(neighbours.Lender, "_serve", answers)
-    silent.set()
-    monkeypatch.setattr(neighbours, "ANSWER_S", 60.0)
-    shutil.rmtree(tmp_path / "shelf")
-    assert receiver.catch_up(model, 0) == version, "it is asked again, and answers"
+    borrower, files = Borrower(tmp_path / "socket"), Path("/proc/self/fd")
+
+    def ask_and_stop(question: bytes) -> socket.socket:
+        asker = socket.socket(socket.AF_UNIX)
+        asker.connect(str(tmp_path / "socket"))
+        asker.sendall(question)
+        return asker
+
+    whole = pickle.dumps((0, "cpu"))
+    whole = struct.pack("<Q", len(whole)) + whole
+    assert borrower.ask(0, torch.device("cpu")) is not None
+    num_files = len(list(files.iterdir()))
+    stopped = [ask_and_stop(question) for question in (b"", whole[:5], whole[:12], whole) for _ in range(5)]
+    loan = borrower.ask(0, torch.device("cpu"))
+    assert loan is not None and loan.version == version
+    del loan
+    for asker in stopped:
+        asker.close()
+    until_s = time.monotonic() + 30
+    while len(list(files.iterdir())) > num_files:
+        assert time.monotonic() < until_s, "what they were shown is kept"
+        time.sleep(0.05)
+    assert receiver_in(tmp_path, "none").catch_up(model, 0) == version
 
 
-def test_without_room_in_shared_memory_workers_read_files(
+def test_without_memory_to_lend_from_a_version_is_there_once_it_is_on_the_shelf(
     tmp_path: Path, lender: Lender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neighbours.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    def no_room(*arguments: int) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(neighbours.os, "posix_fallocate", no_room)
     publisher, model = publisher_of(tmp_path, lender), small_llama(1, dtype=torch.bfloat16)
-    with pytest.warns(UserWarning, match="not lent .* has 0 left.* workers take them from files"):
+    with pytest.warns(UserWarning, match=r"no memory to lend .* workers read files$") as told:
         version = publisher.publish(named_weights(small_llama(0)), 0)
-    assert receiver_in(tmp_path).catch_up(model, 0) == version, "once they are there"
+        assert Shelf(tmp_path / "shelf").has(0)
+        publisher.publish(named_weights(small_llama(0)), 1)
+    assert len(told) == 1 and receiver_in(tmp_path).catch_up(model, 0) == version
+
+
+def test_a_place_that_cannot_be_is_told_and_done_without(tmp_path: Path) -> None:
+    ways = Ways(lending_place=tmp_path / ("long" * 40))
+    with pytest.warns(UserWarning, match="none are lent .*too long"):
+        publisher = ways.publisher(tmp_path / "shelf", torch.bfloat16)
+    version = publisher.publish(named_weights(small_llama(0)), 0)
+    assert ways.receiver(tmp_path / "shelf", "w").catch_up(small_llama(1, dtype=torch.bfloat16), 0) == version
 
 
 def test_a_fault_in_the_background_is_told(tmp_path: Path, lender: Lender) -> None:
@@ -282,8 +341,7 @@ def test_another_process_borrows_what_lies_in_memory(tmp_path: Path, lender: Len
 @pytest.mark.gpu
 def test_another_device_is_lent_nothing(tmp_path: Path, lender: Lender) -> None:
     publisher_of(tmp_path, lender).publish(named_weights(small_llama(0).to("cuda")), 0)
-    with Borrower(tmp_path / "socket").borrowed(0, torch.device("cpu")) as loan:
-        assert loan is None
+    assert Borrower(tmp_path / "socket").ask(0, torch.device("cpu")) is None
 
 
 @NEEDS_GPU

@@ -206,6 +206,8 @@ class _Run:
         self.position = 0
         self.concluded = False
         self.warmup_done = 0
+        self.has_warmed_up = False
+        """Here and now."""
         self.selector = build_selector(config)
         self.learner: DrafterTrainer | None = None
         self.drafter_saver = DrafterSaver()
@@ -258,7 +260,7 @@ class _Run:
             self.console.note("stopping: saving how far the warm start came")
             self.save(0, {"position": 0, "concluded": False, "row": self.row})
             return False
-        self.warmup_done = warmup.steps
+        self.warmup_done, self.has_warmed_up = warmup.steps, True
         seconds = time.perf_counter() - started
         self.row["timing_s/warmup"] = seconds
         loss = self.row.get("warmup/loss", float("nan"))
@@ -355,7 +357,7 @@ class _Run:
         if kept:
             self.console.note(f"{len(kept)} rollouts that were sampled after the checkpoint's last step are used")
         begins = {"position": 0, "concluded": False, "row": self.row}
-        path = self.save(self.step, begins) if checkpoint is None else checkpoint.path
+        path = self.save(self.step, begins) if checkpoint is None or self.has_warmed_up else checkpoint.path
         drafter_updates = self.publish_drafter()
         self.let_go()
         parts = StreamParts(

@@ -103,7 +103,7 @@ class Link:
         )
         self._process.start()
         theirs.close()
-        self._end_lock = threading.Lock()
+        _ask_one_at_a_time(self._process)
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._fault: Exception | None = None
@@ -169,9 +169,7 @@ class Link:
     def _exit_code(self, wait_s: float = 0.0) -> int | None:
         """As soon as it has ended; None: it still lives after so long."""
         wait([self._process.sentinel], wait_s)
-        # The server says it once: of two threads that ask at once, the second would be told LOST.
-        with self._end_lock:
-            return self._process.exitcode
+        return self._process.exitcode
 
     def _send_all(self) -> None:
         try:
@@ -194,6 +192,20 @@ class Link:
         except Exception as error:
             self._fault = error
         self._bell.ring()
+
+
+def _ask_one_at_a_time(process: multiprocessing.process.BaseProcess) -> None:
+    """The server says once how a process ended: of two threads that ask at the same moment the second would be told
+    LOST. Who asks are not only we: whoever starts a process looks after all others."""
+    popen, lock = process._popen, threading.Lock()  # type: ignore[attr-defined]
+    poll = popen.poll
+
+    def poll_alone(*arguments: Any) -> int | None:
+        with lock:
+            code: int | None = poll(*arguments)
+            return code
+
+    popen.poll = poll_alone
 
 
 def _live(

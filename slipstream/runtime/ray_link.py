@@ -11,7 +11,7 @@ import pickle
 import queue
 import signal
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slipstream.runtime.processes import GRACE_S, JOIN_S, Doorbell, Work, log_in_words
 from slipstream.runtime.ray_actor import GROUPS, Closed, Coat, SharedFolder, Whereabouts
+from slipstream.runtime.ray_tree import Grove
 from slipstream.runtime.ray_weights import ParcelPost
 from slipstream.runtime.rollout_messages import Broke, TakeWeights
 
@@ -44,15 +45,15 @@ class RayLink:
         folder: SharedFolder,
         post: ParcelPost,
         options: dict[str, Any],
-        tree_nodes: Collection[str] = (),
+        grove: Grove | None = None,
     ) -> None:
-        """`options`: of the actor, what it needs and where it goes. `tree_nodes`: to which weights come through a tree,
-        if they do not see them."""
+        """`options`: of the actor, what it needs and where it goes. `grove`: through which weights come to nodes that
+        do not see them, if there is one."""
         self.name, self.log_file, self._bell, self._born, self._post = name, log_file, bell, born, post
         self.where: Whereabouts | None = None
         """None until it has started."""
         self._work = num_threads, pickle.dumps((work, arguments))
-        self._tree_nodes = frozenset(tree_nodes)
+        self._grove = grove
         self._held: int | None = None
         """The version of the weights that were last sent to a node that does not see them."""
         self._ended = ""
@@ -168,11 +169,11 @@ class RayLink:
         if self.where.sees_folder or not wanted:
             return
         for number in wanted:
-            if self.where.node_id in self._tree_nodes:
+            if self._grove is not None and self._grove.reaches(self.where.node_id):
                 if ray.get(self._actor.finds_weights.remote(number, self._held, TREE_S)):
                     self._held = number
                     continue
-                self._tree_nodes = frozenset()  # it is broken, and will stay so
+                self._grove.look()
             try:
                 parcel = self._post.parcel(number, self._held)
             except (LookupError, ValueError):

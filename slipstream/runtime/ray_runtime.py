@@ -84,7 +84,7 @@ class RayRuntime:
             folder=self._folder_for(name),
             post=self._post,
             options=options,
-            tree_nodes=() if self._grove is None else self._grove.nodes,
+            grove=self._grove,
         )
         self._links.append(link)
         return link
@@ -101,8 +101,11 @@ class RayRuntime:
 
     def weight_ways(self) -> Ways:
         """Through a tree to nodes that do not see the run's folder, if there are any."""
-        nodes = dict(zip(self._bundles, self._nodes(), strict=True))
-        blind = {node for name, node in nodes.items() if not _call_on(node, _sees, self._folder_for(name))}
+        blind = set()
+        for name, node in zip(self._bundles, self._nodes(), strict=True):
+            with suppress(RayError):  # one that does not answer has other troubles
+                if not _call_on(node, _sees, self._folder_for(name)):
+                    blind.add(node)
         if not blind:
             return Ways()
         address, port = _call_on(self._nodes()[0], _free_port)
@@ -120,9 +123,10 @@ class RayRuntime:
 
     def close(self) -> None:
         """Take back what was left on nodes that do not see the run's folder; logs stay."""
+        blind = set() if self._grove is None else set(self._grove.nodes)
         if self._grove is not None:
             self._grove.close()
-        blind = {link.where.node_id for link in self._links if link.where is not None and not link.where.sees_folder}
+        blind |= {link.where.node_id for link in self._links if link.where is not None and not link.where.sees_folder}
         for node in blind:
             with suppress(RayError):
                 _call_on(node, shutil.rmtree, self._folder.weights_elsewhere, True)

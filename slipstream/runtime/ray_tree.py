@@ -7,6 +7,8 @@ The tree lives as long as all of its processes do. Once it is broken weights com
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -36,8 +38,8 @@ class RelayCoat:
             while True:
                 with suppress(RefusedWeights):  # the next one may come as it was sent
                     relay.take_version()
-        except RuntimeError as error:
-            return str(error)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
 
 
 _ACTOR: Any = ray.remote(RelayCoat)
@@ -52,10 +54,35 @@ class Grove:
         tree = plan_tree(Node(ROOT, 1.0), [Node(node, 1.0) for node in sorted(nodes)], DEGREE)
         self.plan, self.nodes = TreePlan(address, port, tree), frozenset(nodes)
         self.relays: dict[str, Any] = {}
+        self._lives: dict[Any, str] = {}
+        """What each of them does until it ends, and its node."""
+        self._broken = threading.Event()
         for node in nodes:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             self.relays[node] = _ACTOR.options(num_cpus=0, scheduling_strategy=there).remote()
-            self.relays[node].live.remote(self.plan, node, folder)
+            self._lives[self.relays[node].live.remote(self.plan, node, folder)] = node
+
+    def reaches(self, node: str) -> bool:
+        """As far as is known."""
+        return node in self.nodes and not self._broken.is_set()
+
+    def look(self) -> None:
+        """Because somebody did not get what was sent: if a process is gone the tree is broken, and a warning says so.
+        Once."""
+        ended, _ = ray.wait(list(self._lives), num_returns=len(self._lives), timeout=0)
+        if not ended or self._broken.is_set():
+            return
+        self._broken.set()
+        try:
+            reason = str(ray.get(ended[0]))
+        except RayError as error:
+            reason = str(error)
+        first_line = reason.strip().partition("\n")[0]
+        warnings.warn(
+            f"weights reach other nodes by Ray's object store from now on: the tree is broken at node "
+            f"{self._lives[ended[0]]} ({first_line})",
+            stacklevel=2,
+        )
 
     def close(self) -> None:
         for relay in self.relays.values():

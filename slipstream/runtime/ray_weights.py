@@ -83,5 +83,5 @@ def take_in(parcel: Parcel, folder: Path) -> None:
             for bucket, reference in zip(edition.buckets, references, strict=True):
                 sending.put(bucket, ray.get(reference))
             sending.end(edition)
-        for name in set(shelf.names()) - set(parcel.kept) - {Edition.from_json(one).name for one, _ in parcel.editions}:
-            shelf.remove(name)
+        # Later ones may have come by another way meanwhile.
+        shelf.forget_before(min(int(name.partition(".")[0]) for name in parcel.kept))

@@ -1,36 +1,41 @@
-"""Weights for processes on the trainer's own device, out of memory that both see: CUDA IPC on a GPU, shared memory on
-a CPU.
+"""Weights for processes on the trainer's own device, out of memory that both see: CUDA IPC on a GPU, an anonymous file
+in memory on a CPU.
 
-The lender keeps the last version's bits where they were cut, and shows them to whoever asks for that version; nothing
-is encoded or written. Who wants another version or lives on another device is told so at once, and takes it from the
-shelf. So does one whose lender does not answer, or that finds another content hash than the version's once it has
-copied them (`receiver.py`).
+The lender keeps the last version's bits, and shows them to whoever asks for that version; nothing is encoded. Who wants
+another version or lives on another device is told so at once, and takes it from the shelf. So does one whose lender
+does not answer in time, or that finds another content hash than the version's once it has copied them (`receiver.py`).
+
+A question and its answer have a connection of their own, with a time limit on every part, and a thread of their own at
+the lender: who stops or dies in the middle of it holds up nobody. On a GPU one who dies while it copies leaves the
+lender the memory of that version for as long as it lives, which is CUDA's doing.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
-import shutil
+import mmap
+import os
+import pickle
+import socket
+import struct
 import threading
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import torch
-import torch.multiprocessing  # makes connections carry tensors
+import torch.multiprocessing  # teaches the pickler about memory of a GPU
 from torch import Tensor
 
+from slipstream.stream.values import BITS
 from slipstream.types import WeightVersion
 
 ANSWER_S = 10.0
-"""How long a lender may take to show what it has: it only looks."""
-SHARED_MEMORY = Path("/dev/shm")
-FILES_LEFT = 256
-"""A block of shared memory is an open file; so many more may be opened beside."""
+"""How long any part of a question or an answer may take: a lender only looks."""
+AGAIN_S = 0.1
+_SIZE = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,102 +51,104 @@ class Loan:
     """Bits as integers, `bucket_values` in each, the last may have fewer."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What a lender has at the moment."""
+
+    loan: Loan
+    place: str
+    file: int | None = None
+    """All buckets one after the other, if they are not on a GPU."""
+
+
 class Lender:
     def __init__(self, address: Path) -> None:
-        """`address`: a socket that it makes there. Below a folder that only this user sees."""
-        self._listener = Listener(str(address), "AF_UNIX", authkey=_key())
-        self._loan: Loan | None = None
-        self._place = ""
-        self._has_warned = False
-        threading.Thread(target=self._accept_all, name="lender", daemon=True).start()
+        """`address`: of a socket that it makes there, in a folder that only this user sees. OSError if it cannot."""
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(address))
+        self._socket.listen(128)
+        self._shown: _Shown | None = None
+        self._lock = threading.Lock()
+        self._is_closed = self._has_warned = False
+        threading.Thread(target=self._answer_all, name="lender", daemon=True).start()
 
-    def lend(self, loan: Loan) -> None:
-        """From now on; whoever copies the version before goes on with that. The buckets must not be changed."""
-        self._loan = None
+    def lend(self, loan: Loan) -> Loan | None:
+        """From now on; whoever copies the version before goes on with that. Where it lies now, which must not be
+        written to; None if this machine has no such memory."""
         if not loan.buckets:
-            return
+            return None
         device = loan.buckets[0].device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # who is shown them does not wait for this process's work
-        elif not self._can_share(loan.buckets):
-            return
-        else:
-            for bucket in loan.buckets:
-                bucket.share_memory_()
-        self._place, self._loan = place_of(device), loan
+        shown = _Shown(loan, place_of(device)) if device.type == "cuda" else _in_memory_file(loan)
+        self._show(shown)
+        if shown is None and not self._has_warned:
+            self._has_warned = True
+            num_mb = sum(bucket.nbytes for bucket in loan.buckets) / 1e6
+            warnings.warn(f"no memory to lend {num_mb:.0f} MB of weights from: workers read files", stacklevel=2)
+        return None if shown is None else shown.loan
 
     def close(self) -> None:
-        self._loan = None
-        self._listener.close()
+        self._is_closed = True
+        self._show(None)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
-    def _can_share(self, buckets: tuple[Tensor, ...]) -> bool:
-        """Writing where there is no room would end the process."""
-        num_bytes = sum(bucket.nbytes for bucket in buckets)
-        free_bytes = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Those of the version before are still open.
-        can = num_bytes < free_bytes and 2 * len(buckets) + FILES_LEFT < files
-        if not can and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"{num_bytes / 1e6:.0f} MB of weights are not lent ({SHARED_MEMORY} has {free_bytes / 1e6:.0f} left, "
-                f"and {files} files may be open): workers take them from files",
-                stacklevel=3,
-            )
-        return can
+    def _show(self, shown: _Shown | None) -> None:
+        with self._lock:
+            before, self._shown = self._shown, shown
+            if before is not None and before.file is not None:
+                os.close(before.file)
 
-    def _accept_all(self) -> None:
-        while True:
+    def _answer_all(self) -> None:
+        while not self._is_closed:
             try:
-                connection = self._listener.accept()
-            except OSError:
-                return  # closed
-            except (EOFError, multiprocessing.AuthenticationError):
-                continue  # somebody who went away, or has no business here
-            threading.Thread(target=self._serve, args=(connection,), name="lender", daemon=True).start()
+                asker, _ = self._socket.accept()
+            except OSError:  # closed, or for the moment too many files are open
+                time.sleep(AGAIN_S)
+                continue
+            threading.Thread(target=self._answer, args=(asker,), name="lender", daemon=True).start()
 
-    def _serve(self, connection: Connection) -> None:
-        with connection, suppress(EOFError, OSError):
-            while True:
-                number, place = connection.recv()
-                loan = self._loan
-                fits = loan is not None and (loan.version.number, self._place) == (number, place)
-                connection.send(loan if fits else None)
-                connection.recv()  # it has copied them, and lets go; until then they are kept
-                del loan
+    def _answer(self, asker: socket.socket) -> None:
+        with asker, suppress(OSError, EOFError):
+            asker.settimeout(ANSWER_S)
+            number, place = pickle.loads(_receive(asker)[0])
+            with self._lock:
+                shown = self._shown
+                if shown is None or (shown.loan.version.number, shown.place) != (number, place):
+                    shown = None
+                file = None if shown is None or shown.file is None else os.dup(shown.file)
+            try:
+                loan = None if shown is None else shown.loan
+                if loan is not None and file is not None:
+                    loan = replace(loan, buckets=())  # which lie in the file
+                _send(asker, bytes(ForkingPickler.dumps(loan)), file)
+            finally:
+                if file is not None:
+                    os.close(file)
 
 
 class Borrower:
     def __init__(self, address: Path) -> None:
         self._address = address
-        self._connection: Connection | None = None
 
-    @contextmanager
-    def borrowed(self, number: int, device: torch.device) -> Iterator[Loan | None]:
-        """While it is copied from; None if this version is not to be had here. The work of a GPU must be done before
-        the end of this."""
-        loan = self._ask(number, place_of(device))
-        try:
-            yield loan
-        finally:
-            del loan
-            if self._connection is not None:
-                with suppress(OSError):
-                    self._connection.send(None)
-
-    def _ask(self, number: int, place: str) -> Loan | None:
-        try:
-            if self._connection is None:
-                self._connection = Client(str(self._address), "AF_UNIX", authkey=_key())
-            self._connection.send((number, place))
-            if self._connection.poll(ANSWER_S):
-                loan: Loan | None = self._connection.recv()
+    def ask(self, number: int, device: torch.device) -> Loan | None:
+        """To copy from, and let go of; None if this version is not to be had here."""
+        # RuntimeError is what torch makes of memory that it cannot open.
+        with suppress(OSError, EOFError, RuntimeError), socket.socket(socket.AF_UNIX) as lender:
+            lender.settimeout(ANSWER_S)
+            lender.connect(str(self._address))
+            _send(lender, pickle.dumps((number, place_of(device))))
+            payload, file = _receive(lender)
+            loan: Loan | None = pickle.loads(payload)
+            if loan is None or file is None:
                 return loan
-        except (EOFError, OSError, multiprocessing.AuthenticationError):
-            pass
-        if self._connection is not None:  # an answer that comes too late is not for the next question
-            self._connection.close()
-            self._connection = None
+            try:
+                memory = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+            finally:
+                os.close(file)
+            return _with_buckets(loan, memory)
         return None
 
 
@@ -150,6 +157,49 @@ def place_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
 
 
-def _key() -> bytes:
-    """What the processes of one run have in common."""
-    return bytes(multiprocessing.current_process().authkey)
+def _in_memory_file(loan: Loan) -> _Shown | None:
+    """A copy; None where there are no such files (on Linux there are), or there is no room."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    num_bytes = sum(bucket.nbytes for bucket in loan.buckets)
+    file = os.memfd_create("weights")
+    try:
+        os.posix_fallocate(file, 0, num_bytes)  # to write where there is no room would end the process
+        memory = mmap.mmap(file, num_bytes)
+    except OSError:
+        os.close(file)
+        return None
+    copy = _with_buckets(loan, memory)
+    for bucket, theirs in zip(loan.buckets, copy.buckets, strict=True):
+        theirs.copy_(bucket)
+    return _Shown(copy, place_of(loan.buckets[0].device), file)
+
+
+def _with_buckets(loan: Loan, memory: mmap.mmap) -> Loan:
+    bits = torch.frombuffer(memory, dtype=BITS[loan.dtype])
+    return replace(loan, buckets=bits.split(loan.bucket_values))
+
+
+def _send(to: socket.socket, payload: bytes, file: int | None = None) -> None:
+    socket.send_fds(to, [_SIZE.pack(len(payload))], [] if file is None else [file])
+    to.sendall(payload)
+
+
+def _receive(source: socket.socket) -> tuple[bytes, int | None]:
+    head, files, _, _ = socket.recv_fds(source, _SIZE.size, 1)
+    file = files[0] if files else None
+    try:
+        if len(head) < _SIZE.size:
+            raise EOFError
+        payload = bytearray()
+        (size,) = _SIZE.unpack(head)
+        while len(payload) < size:
+            part = source.recv(min(1 << 20, size - len(payload)))
+            if not part:
+                raise EOFError
+            payload += part
+    except BaseException:
+        if file is not None:
+            os.close(file)
+        raise
+    return bytes(payload), file

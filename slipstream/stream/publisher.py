@@ -89,8 +89,12 @@ class Publisher:
         pass_on = OnePass(weights, self.dtype)
         buckets = tuple(cut(pass_on, self._bucket_values))
         version = WeightVersion(number, combined_digest(pass_on.digests))
-        self._lender.lend(Loan(version, self._dtype_name, self._bucket_values, pass_on.tensors, buckets))
+        lent = self._lender.lend(Loan(version, self._dtype_name, self._bucket_values, pass_on.tensors, buckets))
+        if lent is not None:
+            buckets = lent.buckets
         self._under_way = self._background.submit(self._write, pass_on, number, iter(buckets))
+        if lent is None:
+            self.look(wait=True)
         return version
 
     def look(self, *, wait: bool = False) -> None:
@@ -162,6 +166,8 @@ class Publisher:
                 if base is not None:
                     pass_on.check_against(self._tensors, whole=True)
                 version = WeightVersion(number, combined_digest(pass_on.digests))
+                for line in lines:
+                    line.finish()  # before one ends, since a channel does one thing at a time
                 editions = [line.end(version, self._dtype_name, self._bucket_values, pass_on.tensors) for line in lines]
             except BaseException:
                 for line in lines:
@@ -203,11 +209,15 @@ class _Line:
         while len(self._waiting) > WAITING:
             self._waiting.popleft().result()
 
+    def finish(self) -> None:
+        """Until all that was put is written and sent."""
+        while self._waiting:
+            self._waiting.popleft().result()
+
     def end(
         self, version: WeightVersion, dtype: str, bucket_values: int, tensors: tuple[tuple[str, tuple[int, ...]], ...]
     ) -> Edition:
-        while self._waiting:
-            self._waiting.popleft().result()
+        self.finish()
         edition = Edition(version, self.base, dtype, bucket_values, tensors, tuple(self._buckets))
         for sending in self._sendings:
             sending.end(edition)

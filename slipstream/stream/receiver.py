@@ -32,7 +32,7 @@ REPEAT_AFTER_S = 0.05
 TRIES_OF_AN_EDITION = 2
 """Then another way is taken, if there is one."""
 POLL_S = 0.005
-WRITTEN_S = 60.0
+WRITTEN_S = 30.0
 """How long a version that is lent, and could not be borrowed, may take to be on the shelf."""
 LENT = "lent"
 """Stands for the name of an edition."""
@@ -164,15 +164,15 @@ class Receiver:
         """The version, or what was wrong with it; None if it is not lent here."""
         own = dict(named_weights(model))
         device = next(iter(own.values())).device
-        with borrower.borrowed(number, device) as loan:
-            if loan is None:
-                return None
-            values = ModelValues(own, loan.tensors, loan.dtype)
-            self.version, self.torn = None, True
-            for index, bucket in enumerate(loan.buckets):
-                values.write(index * loan.bucket_values, bucket)
-            values.settle()
-            return self._settle(model, loan.version, LENT) or loan.version
+        loan = borrower.ask(number, device)
+        if loan is None:
+            return None
+        values = ModelValues(own, loan.tensors, loan.dtype)
+        self.version, self.torn = None, True
+        for index, bucket in enumerate(loan.buckets):
+            values.write(index * loan.bucket_values, bucket)
+        values.settle()
+        return self._settle(model, loan.version, LENT) or loan.version
 
     def _take(self, model: nn.Module, chain: Sequence[Edition]) -> Refusal | None:
         """Verify, then write; what was wrong, if anything."""

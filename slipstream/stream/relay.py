@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,8 +30,10 @@ from slipstream.stream.shelf import Shelf
 
 BEGIN, BUCKET, END, GIVE_UP = range(4)
 REPEATS = 3
+COMING_S = 1800.0
+"""How long members wait for the root, which loads a model before."""
 ANSWER_S = 60.0
-"""How long a member may take to come, to take a message and to answer it."""
+"""How long a member may take to take a message and to answer it."""
 NEXT_VERSION = timedelta(days=365)
 """Until then a member waits for its parent."""
 _HEAD_NUMBERS = 6
@@ -63,7 +66,8 @@ class TreePlan:
         come."""
         ranks = self.ranks
         is_root, num_members, patience = name == self.tree.root, len(ranks), timedelta(seconds=ANSWER_S)
-        store = dist.TCPStore(self.address, self.port, num_members, is_root, patience, wait_for_workers=False)
+        coming = timedelta(seconds=COMING_S)
+        store = dist.TCPStore(self.address, self.port, num_members, is_root, coming, wait_for_workers=False)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         # By itself gloo takes what the machine's name leads to, which may be an address that only the machine knows.
@@ -143,9 +147,9 @@ class Relay:
         """Editions of one version that are under way, by their base; with their buckets."""
 
     def take_version(self) -> list[Edition]:
-        """Wait for a version, pass its editions on and put them onto the shelf: those that came. None if the sender
-        gave them up, or somebody on the way from there. RefusedWeights if one could not be had, RuntimeError if the
-        tree is broken."""
+        """Wait for a version, pass its editions on and put them onto the shelf: those that came, not those that
+        the sender or somebody on the way from there gave up. RefusedWeights if one could not be had, RuntimeError if
+        the tree is broken."""
         kind = -1
         while kind != BEGIN:  # the rest of one that it could not take is nothing to it
             kind, number, base, payload = self._receive(0, NEXT_VERSION)
@@ -179,11 +183,13 @@ class Relay:
                     return done
                 kind, number, base, payload = self._receive(len(buckets), timedelta(seconds=ANSWER_S))
         except BaseException:
-            for other, (sending, _) in self._open.items():
+            given_up, self._open = self._open, {}
+            for sending, _ in given_up.values():
                 sending.give_up()
-                self._branches.start(GIVE_UP, number, other, b"")
-            self._open.clear()
-            self._branches.finish()
+            with suppress(RuntimeError):  # the tree is broken
+                for other in given_up:
+                    self._branches.start(GIVE_UP, number, other, b"")
+                self._branches.finish()
             raise
 
     def _receive(self, index: int, patience: timedelta) -> tuple[int, int, int | None, bytes]:

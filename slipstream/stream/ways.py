@@ -23,7 +23,8 @@ class Ways:
     """Of machines that do not see the shelf; the trainer is its root."""
 
     def publisher(self, folder: Path, dtype: torch.dtype) -> Publisher:
-        """Waits for the members of the tree; without one that does not come there is none, and a warning."""
+        """Waits for the members of the tree; without one that does not come there is none, and a warning; as if
+        nothing can be lent there."""
         channels = []
         if self.tree is not None:
             try:
@@ -31,8 +32,13 @@ class Ways:
                 channels.append(TreeChannel(group, self.tree.tree, self.tree.ranks))
             except RuntimeError as error:
                 first_line = str(error).partition("\n")[0]
-                warnings.warn(f"weights go through no tree, not all of its members came ({first_line})", stacklevel=2)
-        lender = None if self.lending_place is None else Lender(self.lending_place)
+                warnings.warn(f"weights go through no tree, its members could not meet ({first_line})", stacklevel=2)
+        lender = None
+        if self.lending_place is not None:
+            try:
+                lender = Lender(self.lending_place)
+            except OSError as error:
+                warnings.warn(f"weights go through files, none are lent ({self.lending_place}: {error})", stacklevel=2)
         return Publisher(folder, dtype=dtype, channels=channels, lender=lender)
 
     def receiver(self, folder: Path, worker_name: str) -> Receiver:

@@ -296,7 +296,7 @@ def test_a_run_on_ray_that_is_told_to_stop_saves_leaves_nobody_behind_and_goes_o
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Two nodes on this machine, of two and one CPUs, as others may share a cluster."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
+    cluster.add_node(num_cpus=1, labels={"ray.io/availability-region": "east"})
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     yield cluster
     ray.shutdown()
@@ -316,6 +316,7 @@ def test_a_cluster_that_is_too_small_says_so_at_once_and_one_that_is_not_is_fill
     assert len({seen["trainer"], seen["rollout-0"], seen["rollout-1"]}) == 2
     assert "000004.on.000003" in seen["shelf"] and seen["parcels"] == "", "weights came to the other node by the tree"
     assert seen["left"] == "", "and are gone with the run"
+    assert seen["site"] == "east"
     with RunStore(tmp_path / "run", read_only=True) as store:
         workers = {one.device for one in store.ledger() if one.account == "decode"}
     assert workers == {"rollout-0", "rollout-1"}
@@ -338,6 +339,7 @@ def blind_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     def close(self: ray_runtime.RayRuntime) -> None:
         seen.update({link.name: link.where.node_id for link in self._links if link.where is not None})
         seen["shelf"] = " ".join(path.name for path in self._folder.weights_elsewhere.iterdir())
+        seen["site"] = ray_runtime._sites()[seen["rollout-1"]]
         plain_close(self)
         seen["left"] = " ".join(path.name for path in self._folder.elsewhere.iterdir() if path.is_dir())
 

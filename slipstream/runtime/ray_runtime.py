@@ -41,6 +41,7 @@ from slipstream.runtime.ray_weights import ParcelPost
 from slipstream.runtime.runtimes import Born, Runtime
 from slipstream.stream.ways import Ways
 
+REGION_LABEL = "ray.io/availability-region"
 OWN_ROOM = "slipstream"
 """What processes count as on the run's own cluster."""
 ROOM = 10_000.0
@@ -108,8 +109,10 @@ class RayRuntime:
                     blind.add(node)
         if not blind:
             return Ways()
-        address, port = _call_on(self._nodes()[0], _free_port)
-        self._grove = Grove(address, port, blind, self._folder.weights_elsewhere)
+        root, sites = self._nodes()[0], _sites()
+        address, port = _call_on(root, _free_port)
+        others = {node: sites[node] for node in blind}
+        self._grove = Grove(address, port, sites[root], others, self._folder.weights_elsewhere)
         return Ways(tree=self._grove.plan)
 
     def check_trainers_see_folder(self) -> None:
@@ -295,6 +298,11 @@ def _free_port() -> tuple[str, int]:
     with socket.socket() as free:
         free.bind(("", 0))
         return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+
+def _sites() -> dict[str, str]:
+    """By node: its region, where clouds or `ray start --labels` tell one. Weights enter each but once."""
+    return {node["NodeID"]: (node.get("Labels") or {}).get(REGION_LABEL, "") for node in ray.nodes()}
 
 
 def _address_of(node_id: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,12 @@ _ACTOR: Any = ray.remote(RelayCoat)
 class Grove:
     """The tree of a run, and its processes."""
 
-    def __init__(self, address: str, port: int, nodes: Collection[str], folder: Path) -> None:
-        """`address`, `port`: of the trainer, which is the root. `folder`: of the shelf, on each of these nodes."""
+    def __init__(self, address: str, port: int, site: str, nodes: Mapping[str, str], folder: Path) -> None:
+        """`address`, `port`, `site`: of the trainer, which is the root. `nodes`: all others, with their sites.
+        `folder`: of the shelf, on each of them."""
         # How fast their links are nobody knows: all the same.
-        tree = plan_tree(Node(ROOT, 1.0), [Node(node, 1.0) for node in sorted(nodes)], DEGREE)
+        members = [Node(node, 1.0, site) for node, site in sorted(nodes.items())]
+        tree = plan_tree(Node(ROOT, 1.0, site), members, DEGREE)
         self.plan, self.nodes = TreePlan(address, port, tree), frozenset(nodes)
         self.relays: dict[str, Any] = {}
         self._lives: dict[Any, str] = {}

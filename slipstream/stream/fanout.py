@@ -11,8 +11,7 @@ workers, and nothing crosses into a site but what its first worker receives.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -42,15 +41,6 @@ class Tree:
             name, depth = self.parents[name], depth + 1
         return depth
 
-    def below(self, name: str) -> list[str]:
-        """The subtree without its top, parents first."""
-        found = deque(self.children(name))
-        names = []
-        while found:
-            names.append(found.popleft())
-            found += self.children(names[-1])
-        return names
-
 
 def plan_tree(root: Node, workers: Sequence[Node], degree: int) -> Tree:
     """ValueError for a degree below 1 or two of the same name."""
@@ -75,36 +65,6 @@ def plan_tree(root: Node, workers: Sequence[Node], degree: int) -> Tree:
         planting.plant([first], planting.free(home) or planting.names)
         planting.plant(others, [first.name])
     return planting.tree
-
-
-def replan(tree: Tree, nodes: Iterable[Node], lost: Collection[str], degree: int) -> Tree:
-    """Without these: whoever was below a lost worker hangs below somebody who is left, everybody else stays.
-    ValueError if the root is lost."""
-    if tree.root in lost:
-        raise ValueError(f"the sender {tree.root} is lost; nobody has the weights to send")
-    by_name = {node.name: node for node in nodes}
-    orphans = {name for one in lost if one in tree.parents for name in tree.below(one)} - set(lost)
-    planting = _Planting(by_name[tree.root], degree)
-    for name, parent in tree.parents.items():
-        if name not in lost and name not in orphans:
-            planting.hang(by_name[name], parent)
-    ordered = sorted((by_name[name] for name in orphans), key=lambda node: (-node.bytes_per_s, node.name))
-    home = {name for name, node in by_name.items() if node.site == by_name[tree.root].site}
-    for orphan in ordered:
-        planted = planting.free(planting.names)
-        own_site = [name for name in planted if by_name[name].site == orphan.site]
-        planting.plant([orphan], own_site or [name for name in planted if name in home] or planted)
-    return planting.tree
-
-
-def slowest_link(tree: Tree, nodes: Iterable[Node]) -> float:
-    """Bytes a second that flow through the whole tree once it is full."""
-    speed = {node.name: node.bytes_per_s for node in nodes}
-    rates = [speed[name] for name in tree.parents]
-    served: dict[str, int] = {}
-    for parent in tree.parents.values():
-        served[parent] = served.get(parent, 0) + 1
-    return min([*rates, *(speed[name] / number for name, number in served.items())], default=float("inf"))
 
 
 def check_names(nodes: Iterable[Node]) -> None:

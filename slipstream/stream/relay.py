@@ -85,11 +85,6 @@ class TreeChannel:
         self.is_broken = False
         """Somebody is lost, and nothing more is sent."""
 
-    @property
-    def refused_by(self) -> list[str]:
-        """Children that did not get the last edition, however often it was sent; they tell what they found."""
-        return sorted(self._branches.out)
-
     def begin(self, number: int, base: int | None) -> Sending:
         self.send(BEGIN, number, base, b"")
         return _TreeSending(self, number, base)

@@ -1,4 +1,4 @@
-"""Editions through a broadcast tree of processes, over torch.distributed: gloo or NCCL, by the same calls.
+"""Editions through a broadcast tree of processes, over torch.distributed: gloo in a run; NCCL has the same calls.
 
 The root is a `Channel` of the publisher. Every other member takes each bucket from its parent, answers whether it came
 as it was sent (else it is sent again), puts it onto a shelf of its own, from which the engines of its machine take it,

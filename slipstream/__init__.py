@@ -8,7 +8,6 @@ if __name__ == "__main__":
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +15,6 @@ from slipstream.config import Config, load_config
 
 if TYPE_CHECKING:
     from slipstream.runtime.local import Outcome
-
-# Read once, when torch loads: exact products on a GPU need this library, and choosing it later prints a warning.
-os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
 
 __all__ = ["Config", "load_config", "train"]
 __version__ = "0.1.0"

@@ -207,8 +207,10 @@ def test_a_run_pays_for_preparing_by_how_long_it_is_where_drafts_do_not(steps: i
 
 def test_what_drafts_save_goes_into_preparing_better_ones() -> None:
     poor, rich = Selector(), Selector()
-    drive_with_graphs(poor, world_with(0.05, 0.02), 8, 1500, 60.0)
-    drive_with_graphs(rich, world_with(0.9, 0.02), 8, 1500, 60.0)
+    for selector in (poor, rich):
+        selector.observe_preparing(64, 1.0)  # another size of batch has shown that there is a price
+    drive_with_graphs(poor, world_with(0.05, 0.02), 8, 1500, 25.0)
+    drive_with_graphs(rich, world_with(0.9, 0.02), 8, 1500, 25.0)
     assert rich.has_tried_all(8) and rich.best(8).drafts_each >= 4
     assert len(poor.rates(8)) < len(rich.rates(8))
 

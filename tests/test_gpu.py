@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from slipstream.engine.strategy import Always, Strategy
 from slipstream.models.attention import AttentionForm, Documents
 from slipstream.models.loading import load_model
 from slipstream.models.packed import document_hidden
+from slipstream.models.precision import use_batch_invariant_products
 from slipstream.models.shapes import random_model
 from slipstream.models.weights import named_weights
 from slipstream.rng import derive_seed
@@ -163,7 +165,8 @@ def test_training_gives_the_same_bits_every_time_if_asked_to() -> None:
         response = tuple(torch.randint(0, 50, (300 + 40 * number,), generator=dice).tolist())
         advantage = 1.0 if number % 2 else -1.0
         samples.append(TrainSample(f"g{number // 8}/{number}", (1, 2, 3), response, (-3.0,) * len(response), advantage))
-    results = []
+    use_batch_invariant_products()
+    results, workspace = [], os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     for _ in range(4):
         model = random_model("smollm2-135m", dtype=torch.float32, device=torch.device("cuda"))
         training = Training(deterministic=True, precision="bfloat16", lr=1e-4, micro_batch_tokens=4096)
@@ -172,6 +175,7 @@ def test_training_gives_the_same_bits_every_time_if_asked_to() -> None:
             trainer.step(samples)
         results.append([parameter.detach().clone() for parameter in model.parameters()])
     assert not torch.are_deterministic_algorithms_enabled(), "the engine must not pay for it"
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == workspace, "nor have products that split"
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

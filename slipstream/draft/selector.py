@@ -52,11 +52,11 @@ OUTDATED = 3
 """Times as much may a trial cost of a way that has not been tried since the best way changed."""
 HOPELESS = 0.85
 """A trial ends early when its way gives less than so many times the tokens of the best."""
-PREPARING = 0.1
+PREPARING = 0.03
 """On a GPU steps of a new size need a graph. Of the time that steps of a size of batch have taken, so much may go into
 preparing ways that were never tried there, and what drafts have saved: so a run that is short does not pay for others
 that would have been long."""
-PREPARING_STEPS, COMPILING_STEPS = 60, 100
+PREPARING_STEPS, COMPILING_STEPS = 25, 100
 """As many steps a way is expected to take to prepare. What takes longer than these at once is a kernel being compiled,
 which is kept on the disk and nothing that this size of batch owes."""
 
@@ -75,6 +75,8 @@ MIXED_STRATEGIES = (
     *(Strategy(8.0, 4, 4, 3), Strategy(16.0, 4, 5, 4)),
 )
 """A short match is a poor reason to pass the model over: one token in common says less than it does."""
+TELLING = (Strategy(4.0, 8, 4), Strategy(4.0, 1), Strategy(4.0, 0, 4))
+"""Show soon whether drafts pay at all."""
 TREE_ROWS = 8
 """Trees are tried with up to so many sequences: they verify many drafts of which most are wrong by design."""
 
@@ -147,9 +149,13 @@ class Selector:
             bucket.trial, bucket.trial_length = way, length
 
     def _likeliest(self, bucket: Bucket, untried: Sequence[Strategy]) -> Strategy:
-        """To be the best: what is best for twice or half as many sequences; else there is an order."""
+        """To be the best: what is best for twice or half as many sequences; else there is an order, from few drafts to
+        many, or, where each way has its price, from those that show most."""
         alike = (self._buckets.get((size, bucket.is_matching)) for size in (2 * bucket.size, bucket.size // 2))
-        return next((one.best for one in alike if one is not None and one.best in untried), untried[0])
+        likely = [one.best for one in alike if one is not None]
+        if self._has_prepared:
+            likely += TELLING
+        return next((way for way in likely if way in untried), untried[0])
 
     def _may_prepare(self, bucket: Bucket) -> bool:
         """One more way. Where nothing has to be prepared, as on CPU, always."""

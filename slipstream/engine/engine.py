@@ -326,7 +326,7 @@ class Engine:
 
     def _run(self, launch: Launch) -> bool:
         """By its graph, if there is one; whether it took as long as it will."""
-        body = partial(self._perform, launch)
+        body = partial(self._perform, launch, self._limits(launch))
         if self._graphs is None:
             body()
             return True
@@ -334,10 +334,10 @@ class Engine:
         self._graphs.run(launch, body)
         return was_prepared
 
-    def _perform(self, launch: Launch) -> None:
+    def _perform(self, launch: Launch, limits: Tensor) -> None:
         if launch.drafting is not None:
             assert self.drafter is not None
-            draft_step(self._state, launch.drafting, self.drafter, self._limits(launch))
+            draft_step(self._state, launch.drafting, self.drafter, limits)
         if launch.step is not None:
             run_step(self.model, self._pages, self._state, launch.step, self.drafter)
 

@@ -1,6 +1,7 @@
-"""CUDA graphs of the step, one for each size, captured when a step is to run in that size for the second time.
+"""CUDA graphs of the step, one for each size, captured when a step is first to run in it.
 
-The first time runs eagerly, which also compiles the kernels; prompts come in many sizes and most are met only once.
+Steps with prompts come in many sizes, most of which are met once: these run eagerly the first time, which takes as long
+as a capture. So does the first step of each kind, since what is allocated once must not be allocated by a graph.
 Which sizes steps run in is decided in `fitting.py`. All graphs share one memory pool, so the largest decides what they
 take. Past the budget, new sizes go on eagerly, and a warning says so.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -29,6 +30,7 @@ class GraphPool:
         """Spent on capturing, and on eager runs of sizes that have no graph yet."""
         self._spent = False
         self._met: set[Launch] = set()
+        self._kinds_met: set[Hashable] = set()
         self._graphs: dict[Launch, torch.cuda.CUDAGraph] = {}
         self._fitting = Fitting[Launch]()
         self._memory = torch.cuda.graph_pool_handle()
@@ -50,10 +52,11 @@ class GraphPool:
             graph.replay()
             return
         started = time.perf_counter()
-        if size in self._met and self.num_bytes < self.budget_bytes:
+        is_worth_it = size in self._met or (size.kind in self._kinds_met and not size.has_prompts)
+        if is_worth_it and self.num_bytes < self.budget_bytes:
             self._capture(size, body).replay()
         else:
-            if size in self._met and not self._spent:
+            if is_worth_it and not self._spent:
                 self._spent = True
                 warnings.warn(
                     f"{len(self)} CUDA graphs take {self.num_bytes / 1e9:.1f} GB, all they may: steps of other sizes "
@@ -61,6 +64,7 @@ class GraphPool:
                     stacklevel=2,
                 )
             self._met.add(size)
+            self._kinds_met.add(size.kind)
             body()
         self.making_s += time.perf_counter() - started
 
@@ -71,19 +75,21 @@ class GraphPool:
     def clear(self) -> None:
         """Forget every graph, because memory it reads or writes goes away."""
         self._graphs.clear()
-        self._met.clear()  # the memory is allocated anew by an eager run, never inside a graph
+        self._met.clear()
+        self._kinds_met.clear()  # the memory is allocated anew by an eager run, never inside a graph
         self._fitting.clear()
         self.num_bytes = 0
         self._memory = torch.cuda.graph_pool_handle()
 
     def _capture(self, size: Launch, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Not by `torch.cuda.graph`, which waits for the device and gives back all memory that is not in use at the
-        moment: that takes longer than the capture, and the next eager step longer too."""
+        moment: that takes longer than the capture, and the next eager step longer too. Relaxed, since kernels that
+        this size is the first to need are compiled and loaded on the way."""
         reserved = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._memory)
+            graph.capture_begin(pool=self._memory, capture_error_mode="relaxed")
             try:
                 body()
             finally:

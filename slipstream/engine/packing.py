@@ -81,6 +81,11 @@ class Launch:
     def room(self) -> tuple[int, ...]:
         return (*(self.drafting.room if self.drafting else ()), *(self.step.room if self.step else ()))
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether tokens run that nothing is sampled after."""
+        return self.step is not None and self.step.num_tokens > self.step.num_samples
+
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:

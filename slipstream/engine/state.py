@@ -98,7 +98,7 @@ class StepState:
         return view if name in _FIELDS else view.view(self.num_slots + 1, width)
 
     def limits_of(self, num_tokens: int, num_samples: int) -> Tensor:
-        """On the device, one for each pair, made when it is first asked for: graphs hold them."""
+        """On the device, one for each pair, made when it is first asked for, before a graph that holds it."""
         pair = num_tokens, num_samples
         if pair not in self._limits:
             self._limits[pair] = torch.tensor(pair, dtype=torch.int32, device=self.limits.device)

@@ -31,6 +31,32 @@ def test_large_blocks_are_mapped_apart(way: str, where: str) -> None:
     assert done.stdout.strip() == where
 
 
+KERNELS = """
+import ctypes
+import sys
+import torch
+from slipstream.runtime.heap import keep_few_kernels
+
+if sys.argv[1] == "few":
+    keep_few_kernels()
+names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+info = ctypes.CDLL(None).mallinfo2
+info.restype = type("Info", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in names]})
+weight, used = torch.randn(64, 64), {}
+for rows in range(1, 801):
+    torch.ops.mkldnn._linear_pointwise(torch.randn(rows, 64), weight, None, "none", [], "")
+    used[rows] = info().uordblks
+print("more" if used[800] - used[200] > 1e6 else "the same")
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
+@pytest.mark.parametrize(("way", "kept"), [("few", "the same"), ("as it is", "more")])
+def test_few_kernels_are_kept_for_shapes_that_do_not_come_again(way: str, kept: str) -> None:
+    done = subprocess.run([sys.executable, "-c", KERNELS, way], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == kept
+
+
 GIVING_BACK = """
 import gc
 from pathlib import Path

@@ -35,7 +35,7 @@ from slipstream.runtime.drafting import (
 )
 from slipstream.runtime.engines import choose_device, engine_around, fit_memory
 from slipstream.runtime.folder import LESSONS_FOLDER, REFERENCE_FOLDER, VERSIONS_FOLDER
-from slipstream.runtime.heap import map_large_blocks
+from slipstream.runtime.heap import keep_few_kernels, map_large_blocks
 from slipstream.runtime.processes import Pipe, PipeClosed
 from slipstream.runtime.rollout_messages import Broke, Here
 from slipstream.runtime.rollout_worker import TELL_S, PastTexts, RolloutWorker
@@ -114,6 +114,7 @@ def train_in_process(
         if device.type == "cuda" and config.engine.exact:
             use_batch_invariant_products()
         map_large_blocks()
+        keep_few_kernels()
         source, num_ranks = str(checkpoint_folder), config.train.ranks
         trainer = TrainerRank(config, source, rank=rank, num_ranks=num_ranks, rendezvous=rendezvous, resume=True)
         if config.algorithm.kl_coef > 0:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 20
 """The number of this setting of glibc, and what it is set to."""
+KEPT_KERNELS = 64
+"""Several times what a micro-batch needs."""
 
 
 @contextmanager
@@ -42,3 +45,10 @@ def map_large_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(MMAP_THRESHOLD, MAPPED_BYTES)
+
+
+def keep_few_kernels() -> None:
+    """On a CPU oneDNN makes a kernel for each shape of product, and keeps the last 1,024: of a trainer, whose batches
+    hardly ever have the same number of tokens, they come to 25 MB and serve nobody. Must come before the first product.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KEPT_KERNELS))

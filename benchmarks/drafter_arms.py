@@ -8,7 +8,8 @@ The run's prompts are sampled anew, with other seeds, by its last policy: the sa
 and checked. First each way alone: tokens/s while the batch is full, the harmonic mean of walks over other texts each,
 over an engine without any drafter. Then in turns, round by round, so that no chance makes a winner: no drafter, the
 best of these ways, the selector among those that a run has, the selector with a drafter of random weights ("poisoned")
-and the selector without a drafter to ask ("history"), whom the poison is measured by.
+and the selector without a drafter to ask ("history"), whom the poison is measured by. Selectors have learned before
+that, on the same texts, for as long as some dozens of steps of a run would teach them.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ ALONE = (Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4))
 """Of the model, whatever is known: a run that remembers texts has better."""
 WAYS = (*MIXED_STRATEGIES, *ALONE)
 SAMPLES, MAX_DRAFTS, TIMED_WALKS = 8, 32, 4
-LEARNING_WALKS = 4
-"""That a selector has before it is timed, at least."""
-ROUNDS = 3
+LEARNING_STEPS, MOST_LEARNING_WALKS = 5000, 40
+"""That a selector has before it is timed: what one has of a size of batch within some dozens of steps of a run, which
+it keeps; and no more walks than this."""
+ROUNDS = 5
 """In turns."""
 
 
@@ -152,13 +154,13 @@ class Bench:
         return self.timed(engine, batch)
 
     def prepare(self, engine: Engine, batch: int, selector: Selector | None = None) -> None:
-        """Until hardly any graph is made and everything was tried."""
+        """Until hardly any graph is made; a selector until it has learned."""
         with still_heap():
-            for number in range(3 * MOST_WARM_UPS):
+            for number in range(MOST_LEARNING_WALKS if selector else 3 * MOST_WARM_UPS):
                 num_graphs = engine.facts().num_graphs
                 self.walk(engine, batch, number % TIMED_WALKS)
                 is_prepared = engine.facts().num_graphs <= num_graphs + FEW_GRAPHS
-                has_learned = selector is None or (number + 1 >= LEARNING_WALKS and selector.has_tried_all(batch))
+                has_learned = selector is None or engine.facts().num_forwards >= LEARNING_STEPS
                 if number and is_prepared and has_learned:
                     break
 

@@ -23,6 +23,8 @@ FOUND_AFTER = 3
 """Steps of a stretch that have run when the first of them is read."""
 STEP_ERROR, LEAST_ERROR = 1.0, 0.03
 """Of the gain that a trial of one step of one sequence shows, and of the longest trial."""
+FORESEEN_ERROR = 0.1
+"""Of the gain that follows from what the best way gives, before any trial."""
 DRIFT = 1e-6
 """Variance of a gain that comes with each step: texts change, and drafters learn."""
 SURPRISE = 4.0
@@ -143,6 +145,7 @@ class Bucket:
         more = (way.drafts_each - last.drafts_each) / (last.drafts_each - before.drafts_each)
         tokens = max(tokens_at_best(self.right[last], last, self.size), self.tokens(last, errors=1.0))
         tokens += more * max(0.0, tokens - (self.tokens(before) if before in self.costs else 1.0))
+        tokens = max(tokens, self.foreseen(way) or 0.0)
         cost = self.costs[last]
         if before != OFF:  # from none to some there is a step, which says nothing about more
             cost += more * max(0.0, cost - self.costs[before])
@@ -178,7 +181,7 @@ class Bucket:
         num_rows = [self.size * len(self.right[one]) for one in (way, other) if one != OFF]
         scale = self.gains[other].mean if other in self.gains else 1.0
         measured, variance = scale * ratio, scale**2 * (LEAST_ERROR**2 + sum(STEP_ERROR**2 / rows for rows in num_rows))
-        before = self.gains.get(way)
+        before = self.gains.get(way) or self._foreseen_gain(way, other)
         if before is None:
             self.gains[way] = Gain(measured, variance, self.num_steps)
             return 0.0
@@ -186,6 +189,27 @@ class Bucket:
         share = drifted / (drifted + variance)
         self.gains[way] = Gain(before.mean + share * (measured - before.mean), (1 - share) * drifted, self.num_steps)
         return (measured - before.mean) / math.sqrt(drifted + variance)
+
+    def foreseen(self, way: Strategy) -> float | None:
+        """Tokens a step, if it only makes more drafts than the best way or fewer: of a sequence alone each step shows
+        how many were right before the first that was not, and how often they were too few to show it."""
+        if self.size > 1 or self.best == OFF or way.kind != self.best.kind or self.best not in self.right:
+            return None
+        right, most = self.right[self.best], self.best.drafts_each
+        if way.drafts_each <= most:
+            return 1.0 + statistics.fmean(min(one, way.drafts_each) for one in right)
+        num_full, num_right = sum(one >= most for one in right), sum(right)
+        odds = (num_right + 1) / (num_right + len(right) - num_full + 2)
+        further = sum(odds**index for index in range(1, int(way.drafts_each - most) + 1))
+        return 1.0 + statistics.fmean(right) + num_full / len(right) * further
+
+    def _foreseen_gain(self, way: Strategy, other: Strategy) -> Gain | None:
+        tokens = self.foreseen(way) if other == self.best and other in self.gains else None
+        if tokens is None:
+            return None
+        best = self.gains[other].mean
+        ratio = tokens / self.tokens(other) * self.costs[other] / self.costs[way]
+        return Gain(best * ratio, (best * FORESEEN_ERROR) ** 2, self.num_steps)
 
     def weigh_drafts(self) -> None:
         """All drafts against none, by what the best way gives: texts that are harder for it are so for the others."""

@@ -281,9 +281,10 @@ class Selector:
                 size <= (TREE_ROWS if way.branches > 1 else FEW_ROWS)
                 or (way.drafts_each <= MANY_DRAFTS and way.branches == 1)
             )
-            # Fewer drafts would not show that a stretch goes on; one who repeats a text has no use for a model.
+            # Fewer drafts would not show that a stretch goes on; where texts are repeated nobody looks for others, and
+            # one who repeats a text alone has no use for a model.
             and not (is_matching and 0 < way.drafts_each < MATCHING)
-            and not (is_matching and size == 1 and way.depth)
+            and not (is_matching and (way.branches > 1 or (size == 1 and way.depth)))
         ]
         window = WINDOW_ALONE if size == 1 else max(WINDOW, WINDOW_ROWS // size)
         return Bucket(ways, size, is_matching, window)

@@ -160,23 +160,6 @@ def test_weights_of_another_model_are_refused_as_a_mistake(tmp_path: Path) -> No
         Publisher(tmp_path, dtype=torch.int64)
 
 
-def test_a_model_that_is_recognised_need_not_come_in_full(tmp_path: Path) -> None:
-    trained, model = small_llama(0, dtype=torch.bfloat16), small_llama(0, dtype=torch.bfloat16)
-    publisher, receiver = Publisher(tmp_path, dtype=torch.bfloat16), Receiver(tmp_path, "w")
-    first = publisher.publish(named_weights(trained), 0)
-    publish_steps(publisher, trained, range(1, 2))
-    Shelf(tmp_path).remove("000000.full")
-    with pytest.raises(VersionMissing):
-        receiver.catch_up(model, 1)
-    assert receiver.recognise(model) == first and receiver.recognise(trained) is not None
-    assert receiver.recognise(small_llama(5, dtype=torch.bfloat16)) is None
-    receiver.recognise(model)
-    assert receiver.catch_up(model, 1).digest == fingerprint(trained) == fingerprint(model)
-    receiver.forget()
-    with pytest.raises(VersionMissing):
-        receiver.catch_up(model, 1)
-
-
 def test_buckets_are_looked_at_while_others_are_still_encoded(tmp_path: Path) -> None:
     """The sender waits, in the middle of its weights, until the receiver has begun."""
     trained, model = small_llama(0, dtype=torch.bfloat16), small_llama(1, dtype=torch.bfloat16)

@@ -30,10 +30,6 @@ class Setting:
     idle_share: float
     """Of the devices' time."""
 
-    @property
-    def num_devices(self) -> int:
-        return self.rollout_devices + (self.mode != "colocated")
-
 
 def what_if(run: Path) -> list[Setting]:
     """The run as it would be colocated, and in each mode with a few more devices; ValueError if it has too few steps

@@ -54,10 +54,6 @@ class Receiver:
         self._shelf = Shelf(folder)
         self._staged: dict[tuple[str, int], tuple[str, memoryview]] = {}
 
-    def forget(self) -> None:
-        """The model's weights were changed or given back by somebody else: the next version comes in full."""
-        self.version = None
-
     @torch.no_grad()
     def catch_up(self, model: nn.Module, to_number: int, *, wait_s: float = 0.0) -> WeightVersion:
         """Write a version into the model, in place, from whatever it holds.
@@ -101,16 +97,6 @@ class Receiver:
             raise RefusedWeights(self.worker_name, to_number, refused, torn=self.torn)
         finally:
             self._staged.clear()
-
-    def recognise(self, model: nn.Module) -> WeightVersion | None:
-        """Find out by its content hash which version on the shelf the model holds, if any, so that it need not come in
-        full."""
-        digest = fingerprint(model)
-        editions, _ = self._editions()
-        known = {one for edition in editions for one in (edition.version, edition.base) if one is not None}
-        self.version = next((version for version in known if version.digest == digest), None)
-        self.torn = self.torn and self.version is None
-        return self.version
 
     def _chain(
         self, number: int, avoided: set[str], deadline_s: float

@@ -195,12 +195,13 @@ def compare(bench: Bench, batch: int, ways: Sequence[Strategy]) -> tuple[dict[st
 
 def take_turns(bench: Bench, batch: int, best: Strategy, texts: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """What must hold, each against another in the same rounds."""
+    free: dict[str, Any] = {"has_price": bench.model.device.type == "cuda", "preparing": math.inf}
     policies: dict[str, DraftPolicy | None] = {
         "no drafter": None,
         "best": Always(best),
-        "selector": Selector(MIXED_STRATEGIES, math.inf),
-        "poisoned": Selector(MIXED_STRATEGIES, math.inf),
-        "history": Selector([way for way in MIXED_STRATEGIES if not way.depth], math.inf),
+        "selector": Selector(MIXED_STRATEGIES, **free),
+        "poisoned": Selector(MIXED_STRATEGIES, **free),
+        "history": Selector([way for way in MIXED_STRATEGIES if not way.depth], **free),
     }
     engines = {}
     for name, policy in policies.items():

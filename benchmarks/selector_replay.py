@@ -69,8 +69,7 @@ def world_of(recorded: dict[Strategy, list[Step]], world: str) -> dict[Strategy,
 
 def rounds(walks: dict[Strategy, Walk], ways: Sequence[Strategy], batch: int) -> list[float]:
     """Microseconds of each."""
-    selector, is_matching, taken = Selector(ways, math.inf), False, []
-    selector.observe_preparing(batch, 0.0)  # a GPU: its ways have their order
+    selector, is_matching, taken = Selector(ways, has_price=True, preparing=math.inf), False, []
     unread: deque[tuple[Strategy, float, float, bool, bool]] = deque()
     for _ in range(ROUNDS):
         place, took = 0.0, 0.0

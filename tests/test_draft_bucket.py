@@ -46,7 +46,7 @@ def test_nothing_is_foreseen_of_others_from_none_or_of_many_at_once() -> None:
 @pytest.mark.parametrize("is_foreseen", [True, False])
 def test_a_first_trial_in_bad_luck_does_not_bury_a_way(is_foreseen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_foreseen:
-        monkeypatch.setattr(module, "FORESEEN_ERROR", 1e6)
+        monkeypatch.setattr(module, "FURTHER_ERROR", 1e6)
     dice, selector, unlucky = random.Random(2), Selector([OFF, FOUR, EIGHT]), 0
     for _ in range(1500):
         way = selector.choose(1)

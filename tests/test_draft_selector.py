@@ -198,38 +198,36 @@ def drive_with_graphs(selector: Selector, world: World, batch: int, steps: int, 
     return prepared / ran
 
 
-@pytest.mark.parametrize("steps", [100, 1000, 4000])
+@pytest.mark.parametrize("steps", [400, 1000, 4000])
 def test_a_run_pays_for_preparing_by_how_long_it_is_where_drafts_do_not(steps: int) -> None:
     price = 40.0
-    share = drive_with_graphs(Selector(), world_with(0.05, 0.2), 8, steps, price)
+    share = drive_with_graphs(Selector(has_price=True), world_with(0.05, 0.2), 8, steps, price)
     assert 0 < share <= PREPARING + price / steps, "the first could not know what it takes"
 
 
 def test_what_drafts_save_goes_into_preparing_better_ones() -> None:
-    poor, rich = Selector(), Selector()
-    for selector in (poor, rich):
-        selector.observe_preparing(64, 1.0)  # another size of batch has shown that there is a price
+    poor, rich = Selector(has_price=True), Selector(has_price=True)
     drive_with_graphs(poor, world_with(0.05, 0.02), 8, 1500, 25.0)
     drive_with_graphs(rich, world_with(0.9, 0.02), 8, 1500, 25.0)
-    assert rich.has_tried_all(8) and rich.best(8).drafts_each >= 4
-    assert len(poor.rates(8)) < len(rich.rates(8))
+    assert rich.best(8).drafts_each >= 8 and poor.best(8) == OFF
+    assert len(poor.rates(8)) == 2 and len(rich.rates(8)) > 4
 
 
 def test_without_a_limit_all_is_tried_whatever_it_takes() -> None:
     tried = []
-    for selector in (Selector(preparing=math.inf), Selector()):
+    for selector in (Selector(has_price=True, preparing=math.inf), Selector(has_price=True)):
         drive_with_graphs(selector, world_with(0.3, 0.1), 8, 600, 1e6)
         tried.append(set(selector.rates(8)))
     assert tried[0] > tried[1]
 
 
 def test_while_new_ways_are_too_dear_known_ones_are_tried_again() -> None:
-    ways, easy, hard = [OFF, Strategy(2.0), Strategy(4.0, 1)], world_with(0.9, 0.02), world_with(0.0, 0.2)
-    selector = Selector(ways)
-    drive_with_graphs(selector, hard, 8, 100, 10_000.0)
+    ways, easy, hard = [OFF, Strategy(2.0), Strategy(8.0, 1)], world_with(0.9, 0.02), world_with(0.0, 0.2)
+    selector = Selector(ways, has_price=True)
+    drive_with_graphs(selector, hard, 8, 400, 10_000.0)
     assert selector.best(8) == OFF and len(selector.rates(8)) == 2
     drive(selector, easy, 8, 1500)
-    assert [choice.strategy for choice in selector.choices] == [Strategy(2.0), Strategy(4.0, 1)], (
+    assert [choice.strategy for choice in selector.choices] == [Strategy(2.0), Strategy(8.0, 1)], (
         "it paid for the other"
     )
 
@@ -264,6 +262,24 @@ def texts_with(easy: float, hard: float, seed: int) -> World:
         return tokens, (1.0 + 0.12 * strategy.drafts_each) * dice.uniform(0.97, 1.03)
 
     return step
+
+
+def test_where_a_way_has_its_price_the_first_shows_most_and_comes_soon() -> None:
+    for ways in (DEFAULT_STRATEGIES, MODEL_STRATEGIES, MIXED_STRATEGIES):
+        selector, steps = Selector(ways, has_price=True), 0
+        while (way := selector.choose(8)) == OFF:
+            selector.observe(8, way, 1.0, 1.0)
+            steps += 1
+        assert way.drafts_each == 4 and steps < 300
+
+
+def test_where_the_best_way_is_none_for_stretches_the_next_best_begins_them() -> None:
+    tree = Strategy(8.0, 4, 4, 3)
+    selector = Selector([OFF, COPY, tree])
+    for _ in range(400):
+        way = selector.choose(4)
+        selector.observe(4, way, {OFF: 1.0, COPY: 2.0, tree: 4.0}[way], 1.0)
+    assert selector.best(4) == tree and selector.best(4, True) == COPY
 
 
 def test_texts_that_are_easy_for_every_way_make_none_look_the_best() -> None:

@@ -23,8 +23,9 @@ FOUND_AFTER = 3
 """Steps of a stretch that have run when the first of them is read."""
 STEP_ERROR, LEAST_ERROR = 1.0, 0.03
 """Of the gain that a trial of one step of one sequence shows, and of the longest trial."""
-FORESEEN_ERROR = 0.1
-"""Of the gain that follows from what the best way gives, before any trial."""
+FORESEEN_ERROR, FURTHER_ERROR = 0.1, 0.3
+"""Of the gain that follows from what the best way gives, before any trial: with fewer drafts than it makes, and with
+more, of which it shows nothing but how the first ones fare."""
 DRIFT = 1e-6
 """Variance of a gain that comes with each step: texts change, and drafters learn."""
 SURPRISE = 4.0
@@ -191,9 +192,11 @@ class Bucket:
         return (measured - before.mean) / math.sqrt(drifted + variance)
 
     def foreseen(self, way: Strategy) -> float | None:
-        """Tokens a step, if it only makes more drafts than the best way or fewer: of a sequence alone each step shows
-        how many were right before the first that was not, and how often they were too few to show it."""
-        if self.size > 1 or self.best == OFF or way.kind != self.best.kind or self.best not in self.right:
+        """Tokens a step, if it only makes more drafts than the best way or fewer, in a chain: of a sequence alone each
+        step shows how many were right, and how often all were. That there were none to be had counts as wrong."""
+        if self.size > 1 or self.best == OFF or way.kind != self.best.kind or way.branches > 1:
+            return None
+        if self.best not in self.right:
             return None
         right, most = self.right[self.best], self.best.drafts_each
         if way.drafts_each <= most:
@@ -209,7 +212,8 @@ class Bucket:
             return None
         best = self.gains[other].mean
         ratio = tokens / self.tokens(other) * self.costs[other] / self.costs[way]
-        return Gain(best * ratio, (best * FORESEEN_ERROR) ** 2, self.num_steps)
+        error = FORESEEN_ERROR if way.drafts_each <= other.drafts_each else FURTHER_ERROR
+        return Gain(best * ratio, (best * error) ** 2, self.num_steps)
 
     def weigh_drafts(self) -> None:
         """All drafts against none, by what the best way gives: texts that are harder for it are so for the others."""
@@ -251,16 +255,20 @@ class Bucket:
         return abs(statistics.fmean(tokens) - needed) < _error_of(tokens)
 
     def begin_as(self, outside: Bucket) -> None:
-        """With the best way there, and its last steps, which were in the stretch already; steps take as long here."""
-        for way in (OFF, outside.best):
+        """With the best way there that may be tried here, and its last steps, which were in the stretch already; steps
+        take as long here."""
+        best = outside.best
+        if best not in self.ways:
+            best = max((way for way in outside.gains if way in self.ways), key=outside.gain, default=OFF)
+        for way in (OFF, best):
             if way in outside.costs and way in self.ways:
                 self.costs[way] = outside.costs[way]
                 self.right[way] = deque(list(outside.right[way])[-FOUND_AFTER:], maxlen=self.window)
         self.unit_s = outside.unit_s
         for way in self.costs:
             self.weigh(way, OFF)
-        if outside.best in self.costs:
-            self.take(outside.best)
+        if best in self.costs:
+            self.take(best)
 
     def take(self, strategy: Strategy) -> None:
         """For the best from now on, at the pace of the one before."""

@@ -52,10 +52,10 @@ OUTDATED = 3
 """Times as much may a trial cost of a way that has not been tried since the best way changed."""
 HOPELESS = 0.85
 """A trial ends early when its way gives less than so many times the tokens of the best."""
-PREPARING = 0.03
+PREPARING, FIRST_SHARE = 0.03, 3.0
 """On a GPU steps of a new size need a graph. Of the time that steps of a size of batch have taken, so much may go into
 preparing ways that were never tried there, and what drafts have saved: so a run that is short does not pay for others
-that would have been long."""
+that would have been long. So many times as much into the first, which shows whether drafts pay."""
 PREPARING_STEPS, COMPILING_STEPS = 25, 100
 """As many steps a way is expected to take to prepare. What takes longer than these at once is a kernel being compiled,
 which is kept on the disk and nothing that this size of batch owes."""
@@ -93,9 +93,17 @@ class Choice:
 
 
 class Selector:
-    def __init__(self, strategies: Sequence[Strategy] = DEFAULT_STRATEGIES, preparing: float = PREPARING) -> None:
+    def __init__(
+        self,
+        strategies: Sequence[Strategy] = DEFAULT_STRATEGIES,
+        *,
+        has_price: bool = False,
+        preparing: float = PREPARING,
+    ) -> None:
+        """`has_price`: whether a way has to be prepared before it can be tried, as on a GPU. `preparing`: of the time
+        of steps, how much that may take."""
         assert strategies[0] == OFF, "what must never be slower than off has to know first how fast off is"
-        self._strategies, self._preparing, self._has_prepared = tuple(strategies), preparing, False
+        self._strategies, self._has_price, self._preparing = tuple(strategies), has_price, preparing
         self._buckets: dict[tuple[int, bool], Bucket] = {}
         """By the most sequences that count as this size, and whether texts repeat others."""
         self.choices: list[Choice] = []
@@ -153,22 +161,22 @@ class Selector:
         many, or, where each way has its price, from those that show most."""
         alike = (self._buckets.get((size, bucket.is_matching)) for size in (2 * bucket.size, bucket.size // 2))
         likely = [one.best for one in alike if one is not None]
-        if self._has_prepared:
+        if self._has_price:
             likely += TELLING
         return next((way for way in likely if way in untried), untried[0])
 
     def _may_prepare(self, bucket: Bucket) -> bool:
         """One more way. Where nothing has to be prepared, as on CPU, always."""
-        if not self._has_prepared or self._preparing == math.inf:
+        if not self._has_price or self._preparing == math.inf:
             return True
         owed_s = bucket.prepared_s + PREPARING_STEPS * bucket.unit_s
-        return owed_s <= self._preparing * bucket.ran_s + max(0.0, bucket.saved_s)
+        share = self._preparing if len(bucket.costs) > 1 else FIRST_SHARE * self._preparing
+        return owed_s <= share * bucket.ran_s + max(0.0, bucket.saved_s)
 
     def observe_preparing(self, batch: int, seconds: float, is_matching: bool = False) -> None:
-        """A step with drafts took so much longer, because it was the first or second of its size."""
+        """A step with drafts took so much longer, because it was the first of its size."""
         bucket = self._bucket(batch, is_matching)
         bucket.prepared_s += min(seconds, COMPILING_STEPS * bucket.unit_s)
-        self._has_prepared = True
 
     def observe(
         self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False

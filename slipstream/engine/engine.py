@@ -326,7 +326,8 @@ class Engine:
 
     def _run(self, launch: Launch) -> bool:
         """By its graph, if there is one; whether it took as long as it will."""
-        body = partial(self._perform, launch, self._limits(launch))
+        limits = self._state.limits if launch.drafting is None else self._limits(launch)
+        body = partial(self._perform, launch, limits)
         if self._graphs is None:
             body()
             return True

@@ -1,7 +1,7 @@
 """In which sizes steps run on a GPU, where each size needs a CUDA graph of its own. Pure.
 
-A new graph takes the time of thirty steps, so a step runs in a somewhat larger size whose graph is there, until its own
-has been asked for so often that it would have paid.
+A new graph takes the time of some twenty steps, so a step runs in a somewhat larger size whose graph is there, until
+its own has been asked for so often that it would have paid.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 PATIENCE = 200
 """Times that a size is asked for before it gets a graph although a larger one would do: in that many steps the padding
-costs about what a graph does where it costs most, and next to nothing where reading the weights takes the time."""
+costs more than a graph does where it costs most, and next to nothing where reading the weights takes the time."""
 SMALL = 64
 """Tokens up to which a step takes hardly longer with twice as many."""
 

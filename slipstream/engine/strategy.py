@@ -67,7 +67,7 @@ class DraftPolicy(Protocol):
         when they were found to repeat known texts, or not."""
 
     def observe_preparing(self, batch: int, seconds: float, is_matching: bool = False) -> None:
-        """A step with drafts took so much longer, because it was the first or second of its size."""
+        """A step with drafts took so much longer, because it was the first of its size."""
 
 
 class Always:

@@ -3,8 +3,8 @@
 The first reads each logit once and leaves three numbers a block of the vocabulary, among them an estimate of its best
 score, with noise in single precision. The second looks again at the blocks that can win, usually one, and computes the
 noise as the twin does, in double precision, for the few tokens that can.
-Launches and shapes depend on N, V and the dtype of the logits alone, so a CUDA graph can hold them (after one warm-up
-call, which compiles). Blocks are cut in the same way whatever N is: a row's bits do not depend on the rows beside it.
+Launches and shapes depend on N, V and the dtype of the logits alone, so a CUDA graph can hold them.
+Blocks are cut in the same way whatever N is: a row's bits do not depend on the rows beside it.
 Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, for the tests.
 
 Axes: N rows, V vocabulary, B blocks of a row.

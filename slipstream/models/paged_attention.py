@@ -1,7 +1,7 @@
 """Attention of packed rows over KV pages on a GPU: one Triton kernel for decode, verify and chunked prefill.
 
 Owns the kernels and their launch; `cached.py` owns the pages and the plain twin. The launch depends on shapes alone, so
-that a CUDA graph can hold it; a kernel compiles at its first call, which must come before a capture.
+that a CUDA graph can hold it.
 
 Where rows are few, several programs share a block's splits, and the last of them to arrive joins what all have left.
 

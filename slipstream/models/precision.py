@@ -19,9 +19,6 @@ from torch.nn.functional import linear
 HEIGHTS = (1, 2, 17, 64, 200, 512, 2048)
 """Rows of a product that are compared with each other."""
 
-WORKSPACE, PROMISED = "CUBLAS_WORKSPACE_CONFIG", (":16:8", ":4096:8")
-"""Of cuBLAS: kilobytes and how many, and those with which torch promises deterministic algorithms."""
-
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
@@ -47,38 +44,27 @@ def use_batch_invariant_products() -> None:
     """Make cuBLAS give a row the same bits whatever the number of rows: no split reductions, which need a workspace.
 
     Not cuBLASLt, whose bits are the same: it looks for its kernel in every call, which is four times the host's work
-    and counts wherever there is no CUDA graph yet (docs/log.md). Must come before the first product.
+    and counts wherever there is no CUDA graph yet (docs/log.md). Must come before the first product, with which torch
+    may have settled on a size.
     """
-    os.environ.setdefault(WORKSPACE, ":0:0")
-    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")  # products with a bias are its
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
+    os.environ["CUBLASLT_WORKSPACE_SIZE"] = "0"  # products with a bias are its
+    if torch.backends.cuda.preferred_blas_library() == torch._C._BlasBackend.Cublaslt:
+        torch.backends.cuda.preferred_blas_library("cublas")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 @contextmanager
 def deterministic_on_gpu() -> Iterator[None]:
-    """Without kernels whose sums come out in the order of chance. torch promises that only while cuBLAS has a workspace
-    of certain sizes, and asks the environment whenever it hands one out."""
+    """Without kernels whose sums come out in the order of chance."""
     are_enabled = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    workspace = os.environ.get(WORKSPACE)
-    _give_workspace(workspace if workspace in PROMISED else PROMISED[0])
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(are_enabled, warn_only=only_warns)
-        _give_workspace(workspace)
-
-
-def _give_workspace(workspace: str | None) -> None:
-    if workspace == os.environ.get(WORKSPACE):
-        return
-    if workspace is None:
-        del os.environ[WORKSPACE]
-    else:
-        os.environ[WORKSPACE] = workspace
-    torch._C._cuda_clearCublasWorkspaces()  # those that are there have the size of before
 
 
 @torch.no_grad()

@@ -169,7 +169,7 @@ class Replay:
         num_new = max(len(text) for group in groups for text in (*group.texts, *group.past))
         num_texts = max(len(group.texts) + len(group.past) for group in groups)
         self._past: dict[tuple[int, ...], list[Text]] = {}
-        self._selector = Selector(preparing=math.inf)  # what is timed comes after
+        self._selector = self._new_selector(model.device)
         drafter = None
         if drafts:
             shelf = shelf_tokens(num_prompt, num_texts, num_new)
@@ -190,10 +190,16 @@ class Replay:
         )
         self._batch = batch
 
+    @staticmethod
+    def _new_selector(device: torch.device) -> Selector:
+        """Who may spend what it takes: what is timed comes after."""
+        return Selector(has_price=device.type == "cuda", preparing=math.inf)
+
     def measure(self, groups: Sequence[ReplayGroup]) -> tuple[list[Walk], dict[str, Any]]:
         """By the clock, once a walk needed hardly any new graph and, with drafts, every way of drafting was tried."""
         self._past = {group.prompt_ids: [Text(text, 1) for text in group.past] for group in groups}
-        self._selector = Selector(preparing=math.inf)  # what paid for another workload says nothing about this one
+        # What paid for another workload says nothing about this one.
+        self._selector = self._new_selector(self._engine.device)
         if self._engine.drafter is not None:
             self._engine.policy = self._selector
         for _ in range(MOST_WARM_UPS):

@@ -69,7 +69,7 @@ def sample_in_process(
         cast_weights(model, resolve_precision(config.engine.dtype, device))
         past = PastTexts()
         remembered = past.of_prompt if remembers(config) else None
-        tokenizer, selector = load_tokenizer(config.model), build_selector(config)
+        tokenizer, selector = load_tokenizer(config.model), build_selector(config, device)
         fitted = fit_memory(config, model, most_bytes)
         engine = engine_around(model, fitted, tokenizer, device, remembered, selector)
         slots = config.engine.max_sequences

@@ -68,10 +68,10 @@ def build_drafter(config: Config, past: Past | None, device: torch.device) -> Hi
     )
 
 
-def build_selector(config: Config) -> Selector:
+def build_selector(config: Config, device: torch.device) -> Selector:
     """Chooses among the ways of drafting that the recipe has."""
     ways = STRATEGIES[config.draft.source]
-    return Selector([way for way in ways if way.depth <= config.draft.max_drafts])
+    return Selector([way for way in ways if way.depth <= config.draft.max_drafts], has_price=device.type == "cuda")
 
 
 def draft_choices(selector: Selector) -> tuple[DraftChosen, ...]:

@@ -55,7 +55,7 @@ def engine_around(
         kv_tokens=settings.kv_tokens,
         exact=settings.exact,
         drafter=build_drafter(config, past, device) if drafts else None,
-        policy=(selector or Selector()) if drafts else None,
+        policy=(selector or Selector(has_price=device.type == "cuda")) if drafts else None,
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)),
     )
 

@@ -208,7 +208,7 @@ class _Run:
         self.warmup_done = 0
         self.has_warmed_up = False
         """Here and now."""
-        self.selector = build_selector(config)
+        self.selector = build_selector(config, choose_device(config.device))
         self.learner: DrafterTrainer | None = None
         self.drafter_saver = DrafterSaver()
         self.row: dict[str, float] = {}

@@ -1,0 +1,73 @@
+"""When a step runs by a graph, and when without; what a graph does is shown on a GPU (`test_gpu.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from slipstream.engine.graphs import GraphPool
+from slipstream.engine.packing import DraftSizes, Launch, StepSizes
+
+
+class Pool(GraphPool):
+    """Captures by name only."""
+
+    def _capture(self, size: Launch, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        self.captured.append(size)
+        self.num_bytes += 1
+        self._graphs[size] = graph = Replayed(self.replayed, size)  # type: ignore[assignment]
+        return graph  # type: ignore[return-value]
+
+
+class Replayed:
+    def __init__(self, replayed: list[Launch], size: Launch) -> None:
+        self.replay = lambda: replayed.append(size)
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: None)
+    pool = Pool(budget_bytes=3)
+    pool.captured, pool.replayed = [], []  # type: ignore[attr-defined]
+    return pool
+
+
+def launch(num_tokens: int, num_samples: int | None = None, *, with_drafts: bool = False) -> Launch:
+    sizes = StepSizes(num_tokens, num_tokens, num_samples or num_tokens, with_drafts, False)
+    return Launch(DraftSizes(num_tokens) if with_drafts else None, sizes)
+
+
+def run(pool: Pool, *sizes: Launch) -> list[Launch]:
+    """Those that ran without a graph."""
+    eager: list[Launch] = []
+    for size in sizes:
+        pool.run(size, lambda size=size: eager.append(size))  # type: ignore[misc]
+    return eager
+
+
+def test_only_the_first_of_a_kind_runs_without_a_graph(pool: Pool) -> None:
+    assert run(pool, launch(8), launch(16), launch(16), launch(8)) == [launch(8)]
+    assert pool.captured == [launch(16), launch(8)] and pool.replayed == [launch(16), launch(16), launch(8)]
+    assert run(pool, launch(8, with_drafts=True)) == [launch(8, with_drafts=True)], "another kind"
+    assert not pool.is_prepared(launch(24)) and pool.is_prepared(launch(16))
+
+
+def test_prompts_get_a_graph_when_they_come_again(pool: Pool) -> None:
+    run(pool, launch(8))
+    assert run(pool, launch(64, 8), launch(64, 8)) == [launch(64, 8)] and pool.captured == [launch(64, 8)]
+
+
+def test_once_all_graphs_are_gone_memory_is_allocated_outside_of_one(pool: Pool) -> None:
+    run(pool, launch(8), launch(16))
+    pool.clear()
+    assert run(pool, launch(16), launch(8)) == [launch(16)]
+
+
+def test_past_the_budget_new_sizes_run_without_and_somebody_is_told_once(pool: Pool) -> None:
+    run(pool, launch(8), launch(16), launch(24), launch(32))
+    with pytest.warns(UserWarning, match="all they may") as told:
+        assert run(pool, launch(40), launch(48), launch(40)) == [launch(40), launch(48), launch(40)]
+    assert len(told) == 1 and pool.is_prepared(launch(40)), "it will not get any faster"

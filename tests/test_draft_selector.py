@@ -6,44 +6,12 @@ import json
 import math
 import random
 import statistics
-from collections import deque
-from collections.abc import Callable
 
 import pytest
+from draft_worlds import World, drive, texts_with, world_with
 
 from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES, PREPARING, Selector
-from slipstream.engine.strategy import MATCHING, OFF, Strategy
-
-World = Callable[[int, Strategy], tuple[int, float]]
-"""Tokens and seconds of a step of a batch with a strategy."""
-
-
-def drive(selector: Selector, world: World, batch: int, steps: int) -> float:
-    """Tokens a second over all steps."""
-    tokens, seconds = 0, 0.0
-    for _ in range(steps):
-        strategy = selector.choose(batch)
-        gained, took = world(batch, strategy)
-        selector.observe(batch, strategy, gained / batch, took)
-        tokens, seconds = tokens + gained, seconds + took
-    return tokens / seconds
-
-
-def world_with(odds: float, cost_of_draft: float, seed: int = 0) -> World:
-    dice = random.Random(seed)
-
-    def step(batch: int, strategy: Strategy) -> tuple[int, float]:
-        tokens = 0
-        for _ in range(batch):
-            tokens += 1
-            for _ in range(int(strategy.drafts_each)):
-                if dice.random() > odds:
-                    break
-                tokens += 1
-        cost = 1.0 + cost_of_draft * strategy.drafts_each + (0.01 if strategy.drafts_each else 0.0)
-        return tokens, cost * dice.uniform(0.97, 1.03)
-
-    return step
+from slipstream.engine.strategy import OFF, Strategy
 
 
 def test_where_drafts_pay_most_tokens_come_from_the_best_way() -> None:
@@ -243,27 +211,6 @@ def test_what_is_best_for_as_many_again_is_tried_first() -> None:
     assert tried[:2] == [OFF, selector.best(16)] and selector.best(16) != DEFAULT_STRATEGIES[1]
 
 
-def texts_with(easy: float, hard: float, seed: int) -> World:
-    """Each sequence is easy or hard to draft until it ends."""
-    dice = random.Random(seed)
-    odds: list[float] = []
-
-    def step(batch: int, strategy: Strategy) -> tuple[int, float]:
-        tokens = 0
-        odds.extend(dice.choice([easy, hard]) for _ in range(batch - len(odds)))
-        for row in range(batch):
-            tokens += 1
-            for _ in range(int(strategy.drafts_each)):
-                if dice.random() > odds[row]:
-                    break
-                tokens += 1
-            if dice.random() < 1 / 60:
-                odds[row] = dice.choice([easy, hard])
-        return tokens, (1.0 + 0.12 * strategy.drafts_each) * dice.uniform(0.97, 1.03)
-
-    return step
-
-
 def test_where_a_way_has_its_price_the_first_shows_most_and_comes_soon() -> None:
     for ways in (DEFAULT_STRATEGIES, MODEL_STRATEGIES, MIXED_STRATEGIES):
         selector, steps = Selector(ways, has_price=True), 0
@@ -271,15 +218,6 @@ def test_where_a_way_has_its_price_the_first_shows_most_and_comes_soon() -> None
             selector.observe(8, way, 1.0, 1.0)
             steps += 1
         assert way.drafts_each == 4 and steps < 300
-
-
-def test_where_the_best_way_is_none_for_stretches_the_next_best_begins_them() -> None:
-    tree = Strategy(8.0, 4, 4, 3)
-    selector = Selector([OFF, COPY, tree])
-    for _ in range(400):
-        way = selector.choose(4)
-        selector.observe(4, way, {OFF: 1.0, COPY: 2.0, tree: 4.0}[way], 1.0)
-    assert selector.best(4) == tree and selector.best(4, True) == COPY
 
 
 def test_texts_that_are_easy_for_every_way_make_none_look_the_best() -> None:
@@ -330,83 +268,6 @@ def test_drafts_that_pay_no_more_are_left_once_and_not_taken_again(batch: int) -
         assert len([choice for choice in selector.choices if "gives" in choice.reason]) <= 4
 
 
-# Stretches of texts that repeat others.
-
-
-def drive_stretches(selector: Selector, model_knows: bool, steps: int, seed: int = 0, batch: int = 1) -> float:
-    """Sequences that repeat a known text for half of their tokens, in stretches of about 400, and are new else. In a
-    stretch a copy is right and cheap; the model drafts both alike, or nothing, for half a step. As on a GPU, a step is
-    told of when two more were chosen. Tokens a second and sequence."""
-    dice = random.Random(seed)
-    lefts, are_copies, is_matching = [0] * batch, [dice.random() < 0.5 for _ in range(batch)], False
-    unread: deque[tuple[Strategy, float, float, bool, bool]] = deque()
-    num_tokens, seconds = 0, 0.0
-    for _ in range(steps):
-        strategy = selector.choose(batch, is_matching)
-        num_copied = num_right = 0
-        for row in range(batch):
-            if lefts[row] <= 0:
-                are_copies[row] = not are_copies[row]
-                lefts[row] = dice.randint(300, 500) if are_copies[row] else dice.randint(250, 450)
-            right = 0
-            if are_copies[row] and strategy.looks_for_matches:
-                right = int(strategy.drafts_each)
-                num_copied += right
-            elif strategy.depth and model_knows:
-                right = sum(dice.random() < 0.75 for _ in range(strategy.depth))
-            num_right += right
-            lefts[row] -= 1 + right
-        took = 1.0 + 0.03 * strategy.drafts_each**0.5 + (0.5 if strategy.depth else 0.0)
-        matches = num_copied >= MATCHING * batch
-        unread.append((strategy, 1.0 + num_right / batch, took * dice.uniform(0.98, 1.02), is_matching, matches))
-        if len(unread) > 2:
-            *seen, was_matching, is_matching = unread.popleft()
-            selector.observe(batch, *seen, was_matching)
-        num_tokens, seconds = num_tokens + batch + num_right, seconds + took
-    return num_tokens / batch / seconds
-
-
-COPY, MODEL, BOTH = Strategy(8.0, 1), Strategy(4.0, 0, 4), Strategy(8.0, 4, 4)
-
-
-def test_in_a_stretch_it_copies_and_outside_it_asks_the_model() -> None:
-    alone = {way: drive_stretches(Selector([OFF, way]), True, 6000) for way in (COPY, MODEL, BOTH)}
-    selector = Selector([OFF, COPY, BOTH])
-    rate = drive_stretches(selector, True, 6000)
-    assert selector.best(1) == BOTH and selector.best(1, is_matching=True) == COPY
-    assert rate > 1.03 * max(alone.values()), "better than any one way"
-
-
-def test_a_way_that_finds_stretches_is_not_left_for_one_that_passes_them_by() -> None:
-    """Outside of a stretch a copy is never right, and to look for one costs a little; but not to look is worse."""
-    for seed in range(4):
-        selector = Selector([OFF, COPY])
-        assert drive_stretches(selector, False, 4000, seed) > 1.35
-        assert selector.best(1) == COPY and selector.best(1, is_matching=True) == COPY
-
-
-def test_what_is_prepared_outside_is_tried_in_a_stretch_whatever_may_be_spent() -> None:
-    selector = Selector([OFF, Strategy(2.0, 1), COPY, Strategy(16.0, 1)])
-    drive(selector, world_with(0.3, 0.1), 8, 300)
-    known = set(selector.rates(8))
-    for _ in range(100):
-        for is_matching in (False, True):
-            selector.observe_preparing(8, 1e6, is_matching)
-    tried = set()
-    for _ in range(200):
-        way = selector.choose(8, True)
-        tried.add(way)
-        selector.observe(8, way, 1.0, 1.0, True)
-    assert tried == known and COPY in known and Strategy(16.0, 1) not in known
-
-
-def test_one_who_repeats_a_text_alone_asks_no_model() -> None:
-    selector = Selector([OFF, COPY, BOTH])
-    drive_stretches(selector, True, 4000)
-    assert not any(selector.choose(1, True).depth for _ in range(50))
-    assert any(way.depth for way in selector.rates(1))
-
-
 @pytest.mark.parametrize("batch", [3, 5, 7, 12])
 def test_drafts_may_be_given_up_while_a_trial_is_not_settled(batch: int) -> None:
     """Whatever falls on the same step."""
@@ -416,40 +277,6 @@ def test_drafts_may_be_given_up_while_a_trial_is_not_settled(batch: int) -> None
             drive(selector, easy, batch, 150 + seed)
             drive(selector, hard, batch, 100 + seed)
         assert selector.best(batch) in MIXED_STRATEGIES
-
-
-def test_both_kinds_of_texts_survive_a_checkpoint() -> None:
-    selector, other = Selector([OFF, COPY, BOTH]), Selector([OFF, COPY, BOTH])
-    drive_stretches(selector, True, 4000)
-    other.load_state_dict(json.loads(json.dumps(selector.state_dict())))
-    for is_matching in (False, True):
-        assert other.best(1, is_matching) == selector.best(1, is_matching)
-    assert other.state_dict() == selector.state_dict()
-
-
-def test_a_quiet_while_is_no_reason_to_stop_looking() -> None:
-    """Of four sequences none repeats another now and then, for longer than a window."""
-    for seed in range(3):
-        selector = Selector([OFF, COPY])
-        assert drive_stretches(selector, False, 3000, seed, batch=4) > 1.35 and selector.best(4) == COPY
-
-
-def test_what_was_saved_before_much_was_known_is_learned_anew() -> None:
-    """A batch that comes to be of another size in a stretch: nothing is known of that size, in stretches or outside."""
-    selector, other = Selector([OFF, COPY]), Selector([OFF, COPY])
-    selector.choose(8, is_matching=True)
-    drive(selector, world_with(0.9, 0.01), 8, 300)
-    assert selector.best(8) == COPY
-    other.load_state_dict(json.loads(json.dumps(selector.state_dict())))
-    assert other.best(8) == other.best(8, is_matching=True) == COPY
-    fewer = Selector([OFF, BOTH])
-    fewer.load_state_dict(selector.state_dict())
-    assert fewer.best(8) == OFF, "what was best is no choice any more"
-    for one in (other, fewer):
-        for _ in range(200):
-            strategy = one.choose(8, is_matching=True)
-            one.observe(8, strategy, 1.0 + strategy.drafts_each, 1.0, True)
-        assert one.best(8, is_matching=True).drafts_each == 8
 
 
 def test_a_way_chosen_for_fewer_sequences_than_came_is_no_news() -> None:

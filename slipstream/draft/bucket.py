@@ -261,7 +261,7 @@ class Bucket:
         if best not in self.ways:
             best = max((way for way in outside.gains if way in self.ways), key=outside.gain, default=OFF)
         for way in (OFF, best):
-            if way in outside.costs and way in self.ways:
+            if way in outside.costs:
                 self.costs[way] = outside.costs[way]
                 self.right[way] = deque(list(outside.right[way])[-FOUND_AFTER:], maxlen=self.window)
         self.unit_s = outside.unit_s

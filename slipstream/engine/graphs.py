@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
@@ -30,7 +30,6 @@ class GraphPool:
         """Spent on capturing, and on eager runs of sizes that have no graph yet."""
         self._spent = False
         self._met: set[Launch] = set()
-        self._kinds_met: set[Hashable] = set()
         self._graphs: dict[Launch, torch.cuda.CUDAGraph] = {}
         self._fitting = Fitting[Launch]()
         self._memory = torch.cuda.graph_pool_handle()
@@ -52,7 +51,9 @@ class GraphPool:
             graph.replay()
             return
         started = time.perf_counter()
-        is_worth_it = size in self._met or (size.kind in self._kinds_met and not size.has_prompts)
+        is_worth_it = size in self._met or (
+            not size.has_prompts and any(other.kind == size.kind for other in self._met)
+        )
         if is_worth_it and self.num_bytes < self.budget_bytes:
             self._capture(size, body).replay()
         else:
@@ -64,7 +65,6 @@ class GraphPool:
                     stacklevel=2,
                 )
             self._met.add(size)
-            self._kinds_met.add(size.kind)
             body()
         self.making_s += time.perf_counter() - started
 
@@ -75,8 +75,7 @@ class GraphPool:
     def clear(self) -> None:
         """Forget every graph, because memory it reads or writes goes away."""
         self._graphs.clear()
-        self._met.clear()
-        self._kinds_met.clear()  # the memory is allocated anew by an eager run, never inside a graph
+        self._met.clear()  # the memory is allocated anew by an eager run, never inside a graph
         self._fitting.clear()
         self.num_bytes = 0
         self._memory = torch.cuda.graph_pool_handle()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -53,18 +51,6 @@ def use_batch_invariant_products() -> None:
         torch.backends.cuda.preferred_blas_library("cublas")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-
-
-@contextmanager
-def deterministic_on_gpu() -> Iterator[None]:
-    """Without kernels whose sums come out in the order of chance."""
-    are_enabled = torch.are_deterministic_algorithms_enabled()
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(are_enabled, warn_only=only_warns)
 
 
 @torch.no_grad()

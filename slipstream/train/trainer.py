@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.config import Algorithm, Training
-from slipstream.models.precision import deterministic_on_gpu
 from slipstream.train.algorithms import learning_rate, update_total
 from slipstream.train.loss import Metrics, mean_metrics, merge_metrics, summed_metrics
 from slipstream.train.packing import StreamPacker, document_tokens, in_rounds, plan_micro_batches
@@ -356,11 +355,22 @@ class Trainer:
             group["betas"], group["weight_decay"] = betas, weight_decay
         self.steps_done, self.stage = state["steps_done"], state["stage"]
 
-    def _as_promised(self) -> AbstractContextManager[None]:
-        """Deterministic if asked for; only here, since the engine has no other kernels, and torch's promise would slow
-        it down."""
-        asked = self.training.deterministic and self.device.type == "cuda"
-        return deterministic_on_gpu() if asked else nullcontext()
+    @contextmanager
+    def _as_promised(self) -> Iterator[None]:
+        """If asked for, without the kernels whose sums come out in the order of chance; only here, since the engine has
+        none of them, and torch's promise would slow it down."""
+        if not self.training.deterministic or self.device.type != "cuda":
+            yield
+            return
+        before, only_warns = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
     def _enter(self, stage: Stage) -> None:
         """Before an update."""

@@ -1,4 +1,5 @@
-"""What a sequence alone shows of ways that only make more drafts, or fewer."""
+"""What steps of one way show of others: of a sequence alone, if they only make more drafts or fewer; where texts are
+harder or easier than they were."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections import deque
 import pytest
 
 from slipstream.draft import bucket as module
-from slipstream.draft.bucket import Bucket
+from slipstream.draft.bucket import Bucket, Gain
 from slipstream.draft.selector import Selector
 from slipstream.engine.strategy import OFF, Strategy
 
@@ -55,3 +56,35 @@ def test_a_first_trial_in_bad_luck_does_not_bury_a_way(is_foreseen: bool, monkey
             right, unlucky = min(right, 2.0), unlucky + 1
         selector.observe(1, way, 1 + right, 1.0 + 0.02 * way.drafts_each)
     assert (selector.best(1) == EIGHT) == is_foreseen
+
+
+def bucket_of_two(error_of_best: float) -> Bucket:
+    """Four drafts give twice the tokens of none, eight a little more, and are the best way."""
+    bucket = Bucket([OFF, FOUR, EIGHT], 16, False, 20, unit_s=1.0, best=EIGHT)
+    bucket.costs = {OFF: 1.0, FOUR: 1.2, EIGHT: 1.4}
+    bucket.gains = {OFF: Gain(1.0, 1e-4, 0), FOUR: Gain(2.0, 1e-4, 0), EIGHT: Gain(2.2, error_of_best**2, 0)}
+    bucket.right = {OFF: deque([0.0] * 20), FOUR: deque([1.4] * 20), EIGHT: deque([2.08] * 20)}
+    return bucket
+
+
+def give(bucket: Bucket, way: Strategy, gain: float) -> None:
+    bucket.right[way] = deque([gain * bucket.costs[way] - 1.0] * 20)
+    bucket.weigh(way, OFF)
+
+
+def test_a_newcomer_that_disappoints_takes_no_other_down_and_a_known_way_does() -> None:
+    newcomer, known = bucket_of_two(0.5), bucket_of_two(0.01)
+    for bucket in (newcomer, known):
+        give(bucket, EIGHT, 1.1)
+        assert bucket.gains[EIGHT].mean == pytest.approx(1.1, abs=0.1)
+    assert newcomer.gains[FOUR].mean == pytest.approx(2.0, abs=0.1), "it was too little known to tell of texts"
+    assert known.gains[FOUR].mean == pytest.approx(1.0, abs=0.1)
+
+
+def test_what_ways_are_to_each_other_outlasts_hard_texts() -> None:
+    bucket = bucket_of_two(0.01)
+    give(bucket, EIGHT, 0.9)
+    bucket.give_up()
+    give(bucket, FOUR, 2.0)
+    assert bucket.gains[EIGHT].mean > bucket.gains[FOUR].mean > 1.8
+    assert bucket.doubt < 0.25 * module.DOUBT**2

@@ -242,6 +242,24 @@ def test_drafts_that_are_suddenly_all_wrong_are_given_up_at_once() -> None:
     assert statistics.mean(rates) > 0.91 and min(rates) > 0.89
 
 
+@pytest.mark.parametrize("num_hard", range(30, 130, 20))
+def test_drafts_given_up_for_a_few_hard_texts_are_soon_made_again(num_hard: int) -> None:
+    selector = Selector([OFF, Strategy(4.0, 1)])
+    easy, hard = world_with(0.8, 0.05), world_with(0.0, 0.05)
+    drive(selector, easy, 64, 600)
+    drive(selector, hard, 64, num_hard)
+    assert selector.best(64) == OFF
+    drive(selector, easy, 64, num_hard)
+    assert selector.best(64) != OFF
+
+
+def test_drafts_given_up_for_many_hard_texts_are_tried_less_and_less_often() -> None:
+    selector, hard = Selector([OFF, Strategy(4.0, 1)]), world_with(0.0, 0.05)
+    drive(selector, world_with(0.8, 0.05), 64, 600)
+    drive(selector, hard, 64, 200)
+    assert drive(selector, hard, 64, 1000) > 0.985 * 64 and selector.best(64) == OFF
+
+
 @pytest.mark.parametrize("batch", [8, 64])
 def test_drafts_that_pay_no_more_are_left_once_and_not_taken_again(batch: int) -> None:
     ways = [OFF, Strategy(1.0, 1), Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1)]

@@ -29,9 +29,10 @@ more, of which it shows nothing but how the first ones fare."""
 DRIFT = 1e-6
 """Variance of a gain that comes with each step: texts change, and drafters learn."""
 SURPRISE = 4.0
-"""Texts have changed where the best way gives so many standard errors less than it did: then that counts no more."""
-DOUBT = 0.2
-"""Standard error of all gains once drafting nothing is better than the best way."""
+"""Texts have changed where a way gives so many standard errors less than it did: then that counts no more."""
+DOUBT, LEAST_DOUBT = 0.2, 0.05
+"""Standard error of what drafts of any way are worth, since texts change: once none are better than those of the best
+way, and at least, while they are made."""
 SEEN_STEPS = 4000
 """Steps after which what stretches of repeated text brought is half forgotten."""
 MANY_DRAFTS, FEW_ROWS = 8, 32
@@ -122,6 +123,10 @@ class Bucket:
     prepared_s: float = 0.0
     """Spent on making steps with drafts ready, which on a GPU are graphs."""
     since_trial: int = 0
+    doubt: float = 0.0
+    """Variance that the gains of all ways against none have in common."""
+    again_after: int = 0
+    """Steps until drafts that were given up are tried again."""
     contender: Strategy | None = None
     """A way that was just tried, while it is seen what the best one gives after that."""
 
@@ -171,12 +176,12 @@ class Bucket:
     def gain(self, way: Strategy, errors: float = 0.0) -> float:
         """Against the best way; with so many standard errors more, which grow as it is not tried."""
         known, best = self.gains[way], self.gains[self.best]
-        error = math.sqrt(known.variance + best.mean**2 * DRIFT * (self.num_steps - known.at)) if errors else 0.0
-        return (known.mean + errors * error) / best.mean
+        doubt = self.doubt if self.best == OFF else 0.0
+        variance = known.variance + doubt + best.mean**2 * DRIFT * (self.num_steps - known.at)
+        return (known.mean + errors * math.sqrt(variance)) / best.mean
 
-    def weigh(self, way: Strategy, other: Strategy) -> float:
-        """What is known of one against another, by their last steps. The other counts as known. By how many standard
-        errors it was more than was expected."""
+    def weigh(self, way: Strategy, other: Strategy) -> None:
+        """What is known of one against another, by their last steps. The other counts as known."""
         ratio = self.rate(way) / self.rate(other)
         # Not by how far steps differed: where texts are repeated they differ most, and would count least.
         num_rows = [self.size * len(self.right[one]) for one in (way, other) if one != OFF]
@@ -185,11 +190,25 @@ class Bucket:
         before = self.gains.get(way) or self._foreseen_gain(way, other)
         if before is None:
             self.gains[way] = Gain(measured, variance, self.num_steps)
-            return 0.0
-        drifted = before.variance + scale**2 * DRIFT * (self.num_steps - before.at)
-        share = drifted / (drifted + variance)
-        self.gains[way] = Gain(before.mean + share * (measured - before.mean), (1 - share) * drifted, self.num_steps)
-        return (measured - before.mean) / math.sqrt(drifted + variance)
+            return
+        own = before.variance + scale**2 * DRIFT * (self.num_steps - before.at)
+        doubt = self.doubt if other == OFF else 0.0
+        expected = own + doubt + variance
+        mean = before.mean + (own + doubt) / expected * (measured - before.mean)
+        if other == OFF and measured - before.mean < -SURPRISE * math.sqrt(expected):
+            mean = measured
+        self.gains[way] = Gain(mean, (1 - own / expected) * own, self.num_steps)
+        if other == OFF:
+            self._share(way, mean / before.mean, own)
+            self.doubt *= 1 - doubt / expected
+
+    def _share(self, way: Strategy, change: float, own: float) -> None:
+        """A way gave more against none than was expected, or less: so do others as far as that is due to the texts, and
+        not to how little was known of it, which is the variance of its own."""
+        doubt = self.doubt if self.best == OFF else max(self.doubt, LEAST_DOUBT**2)
+        for other, known in self.gains.items():
+            if other not in (OFF, way):
+                known.mean *= change ** (doubt / (doubt + own))
 
     def foreseen(self, way: Strategy) -> float | None:
         """Tokens a step, if it only makes more drafts than the best way or fewer, in a chain: of a sequence alone each
@@ -214,19 +233,6 @@ class Bucket:
         ratio = tokens / self.tokens(other) * self.costs[other] / self.costs[way]
         error = FORESEEN_ERROR if way.drafts_each <= other.drafts_each else FURTHER_ERROR
         return Gain(best * ratio, (best * error) ** 2, self.num_steps)
-
-    def weigh_drafts(self) -> None:
-        """All drafts against none, by what the best way gives: texts that are harder for it are so for the others."""
-        before, off = self.gains[self.best].mean, self.gains[OFF].mean
-        surprise = self.weigh(self.best, OFF)
-        if surprise < -SURPRISE:
-            self.gains[self.best].mean = off * self.rate(self.best) / self.rate(OFF)
-        now = self.gains[self.best].mean
-        for way, known in self.gains.items():
-            if way not in (OFF, self.best):
-                known.mean *= now / before
-            if way != OFF and now < off:
-                known.variance, known.at = DOUBT**2, self.num_steps
 
     def follow_best(self, tokens: float, seconds: float) -> None:
         """A step of the best way gave a sequence so many. How long it took says more about the way at first, whose
@@ -276,6 +282,11 @@ class Bucket:
         self.taken_at = self.num_steps
         self.best_s.clear()
         self.best_s.append(self.costs[strategy] * self.unit_s)
+
+    def give_up(self) -> None:
+        """Drafts, which texts may soon be worth again."""
+        self.take(OFF)
+        self.doubt, self.again_after = DOUBT**2, self.window
 
 
 def tokens_at_best(right: Sequence[float], way: Strategy, batch: int) -> float:

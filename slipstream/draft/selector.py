@@ -136,6 +136,10 @@ class Selector:
             # Better by what is known, if not for certain.
             bucket.trial, bucket.trial_length = promising, length
             return
+        if bucket.best == OFF and 0 < bucket.again_after < BETWEEN_TRIALS and bucket.since_trial >= bucket.again_after:
+            # Given up a moment ago: hard texts may have been few.
+            bucket.trial, bucket.trial_length, bucket.again_after = promising, length, 2 * bucket.again_after
+            return
         if not others or bucket.since_trial < BETWEEN_TRIALS:
             return
         # Steps that a trial loses, if the way is as good as it may be by what is known: one that looked bad by chance
@@ -314,11 +318,11 @@ class Selector:
         that have paid so far, unless it is dear."""
         if bucket.best == OFF:
             return
-        bucket.weigh_drafts()
+        bucket.weigh(bucket.best, OFF)
         if bucket.gain(OFF) > 1.0:
             reason = f"off gives {bucket.gain(OFF):.2f} times the tokens of {bucket.best}"
             self.choices.append(Choice(batch, OFF, reason, bucket.is_matching))
-            bucket.take(OFF)
+            bucket.give_up()
 
     def _note_hopeless(self, batch: int, bucket: Bucket) -> None:
         for way in bucket.ways:

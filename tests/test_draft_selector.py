@@ -249,7 +249,7 @@ def test_drafts_given_up_for_a_few_hard_texts_are_soon_made_again(num_hard: int)
     drive(selector, easy, 64, 600)
     drive(selector, hard, 64, num_hard)
     assert selector.best(64) == OFF
-    drive(selector, easy, 64, num_hard)
+    drive(selector, easy, 64, 75)
     assert selector.best(64) != OFF
 
 

@@ -217,10 +217,11 @@ class Bucket:
             return None
         if self.best not in self.right:
             return None
-        right, most = self.right[self.best], self.best.drafts_each
-        if way.drafts_each <= most:
+        right = self.right[self.best]
+        if way.drafts_each <= self.best.drafts_each:
             return 1.0 + statistics.fmean(min(one, way.drafts_each) for one in right)
-        num_full, num_right = sum(one >= most for one in right), sum(right)
+        most = max(right, default=0.0)  # what there was room for: sizes of steps are rounded
+        num_full, num_right = sum(one >= most > 0 for one in right), sum(right)
         odds = (num_right + 1) / (num_right + len(right) - num_full + 2)
         further = sum(odds**index for index in range(1, int(way.drafts_each - most) + 1))
         return 1.0 + statistics.fmean(right) + num_full / len(right) * further

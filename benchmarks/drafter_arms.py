@@ -19,6 +19,7 @@ import gzip
 import json
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -72,6 +73,24 @@ class Recorded(Always):
         self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
     ) -> None:
         self.steps.append((batch, round(tokens_each, 3), round(seconds * 1e6, 1)))
+
+
+class Accounted(Selector):
+    """Where its steps went: by kind of text, way and whether it was then the best, [steps, tokens, seconds]."""
+
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        # In full use from the start: what has to be prepared is prepared before anything is timed.
+        super().__init__(strategies, has_price=torch.cuda.is_available(), preparing=math.inf)
+        self.spent: dict[str, list[float]] = {}
+
+    def observe(
+        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
+    ) -> None:
+        on_trial = "" if strategy == self.best(batch, is_matching) else ", on trial"
+        line = self.spent.setdefault(f"{'repeated' if is_matching else 'new'}: {strategy}{on_trial}", [0.0] * 3)
+        for place, value in enumerate((1, batch * tokens_each, seconds)):
+            line[place] += value
+        super().observe(batch, strategy, tokens_each, seconds, is_matching)
 
 
 class Bench:
@@ -195,33 +214,44 @@ def compare(bench: Bench, batch: int, ways: Sequence[Strategy]) -> tuple[dict[st
 
 def take_turns(bench: Bench, batch: int, best: Strategy, texts: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """What must hold, each against another in the same rounds."""
-    free: dict[str, Any] = {"has_price": bench.model.device.type == "cuda", "preparing": math.inf}
     policies: dict[str, DraftPolicy | None] = {
         "no drafter": None,
         "best": Always(best),
-        "selector": Selector(MIXED_STRATEGIES, **free),
-        "poisoned": Selector(MIXED_STRATEGIES, **free),
-        "history": Selector([way for way in MIXED_STRATEGIES if not way.depth], **free),
+        "selector": Accounted(MIXED_STRATEGIES),
+        "poisoned": Accounted(MIXED_STRATEGIES),
+        "history": Accounted([way for way in MIXED_STRATEGIES if not way.depth]),
     }
     engines = {}
     for name, policy in policies.items():
         weights = bench.poisoned if name == "poisoned" else bench.taught
         engines[name] = bench.engine(batch, policy, weights)
         bench.prepare(engines[name], batch, policy if isinstance(policy, Selector) else None)
+    selectors = {name: policy for name, policy in policies.items() if isinstance(policy, Accounted)}
+    for selector in selectors.values():
+        selector.spent.clear()
     rates: dict[str, list[float]] = {name: [] for name in engines}
+    making: dict[str, list[float]] = {name: [] for name in engines}
     is_same = True
     for _ in range(ROUNDS):
         for name, engine in engines.items():
+            started, graph_s = time.perf_counter(), engine.facts().graph_s
             result, got = bench.timed(engine, batch)
+            making[name].append((engine.facts().graph_s - graph_s) / (time.perf_counter() - started))
             rates[name].append(statistics.harmonic_mean(result["walks"]))
             is_same &= got == texts
-    selectors = {name: policy for name, policy in policies.items() if isinstance(policy, Selector)}
+    made = {name: [rate / (1 - share) for rate, share in zip(rates[name], making[name], strict=True)] for name in rates}
     record: dict[str, Any] = {
         "rates": rates,
+        "making_graphs": making,
         "selector_share": _ratios(rates, "selector", "best"),
         "selector_against_off": _ratios(rates, "selector", "no drafter"),
         "poison_share": _ratios(rates, "poisoned", "history"),
         "poisoned_against_off": _ratios(rates, "poisoned", "no drafter"),
+        "with_graphs_made": {
+            "selector_share": _ratios(made, "selector", "best"),
+            "poison_share": _ratios(made, "poisoned", "history"),
+        },
+        "spent": {name: selector.spent for name, selector in selectors.items()},
         "chosen": {
             name: {kind: str(one.best(batch, kind == "repeated")) for kind in ("new", "repeated")}
             for name, one in selectors.items()
@@ -232,7 +262,9 @@ def take_turns(bench: Bench, batch: int, best: Strategy, texts: dict[str, tuple[
     print(
         f"batch {batch}, {ROUNDS} rounds in turns: the selector has {_line(record['selector_share'])} of {best}, "
         f"{_line(record['selector_against_off'])} times no drafter; poisoned {_line(record['poison_share'])} of "
-        f"history alone, {_line(record['poisoned_against_off'])} times no drafter; chosen {record['chosen']}; "
+        f"history alone, {_line(record['poisoned_against_off'])} times no drafter; but for graphs that were made "
+        f"{_line(record['with_graphs_made']['selector_share'])} and "
+        f"{_line(record['with_graphs_made']['poison_share'])}; chosen {record['chosen']}; "
         f"tokens the same: {is_same}",
         flush=True,
     )

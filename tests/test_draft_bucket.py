@@ -38,6 +38,12 @@ def test_fewer_drafts_and_more_are_foreseen_from_those_there_are(odds: float) ->
         assert bucket.foreseen(way) == pytest.approx(wanted, rel=0.03)
 
 
+def test_steps_are_full_with_as_many_drafts_as_there_was_room_for() -> None:
+    bucket, wanted = bucket_with(1, FOUR, 0.9), sum(0.9**index for index in range(9))
+    bucket.right[FOUR] = deque(min(one, 3.0) for one in bucket.right[FOUR])  # sizes of steps are rounded down
+    assert bucket.foreseen(EIGHT) == pytest.approx(wanted, rel=0.03)
+
+
 def test_nothing_is_foreseen_of_others_from_none_or_of_many_at_once() -> None:
     assert bucket_with(1, FOUR, 0.9).foreseen(Strategy(4.0, 8, 4)) is None
     assert bucket_with(8, FOUR, 0.9).foreseen(EIGHT) is None, "a mean does not show how many had all right"

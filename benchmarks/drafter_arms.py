@@ -5,8 +5,8 @@
     python benchmarks/drafter_arms.py runs/smollm2 --only '8 drafts, 1+' '4 drafts, 8+ or model 4'
 
 The run's prompts are sampled anew, with other seeds, by its last policy: the same tokens in every way, by construction
-and checked. First each way alone: tokens/s while the batch is full, the harmonic mean of walks over other texts each,
-over an engine without any drafter. Then in turns, round by round, so that no chance makes a winner: no drafter, the
+and checked. First each way alone: tokens/s while the batch is full, all tokens over all seconds, against an engine
+without any drafter. Then in turns, round by round, so that no chance makes a winner: no drafter, the
 best of these ways, the selector among those that a run has, the selector with a drafter of random weights ("poisoned")
 and the selector without a drafter to ask ("history"), whom the poison is measured by. Selectors have learned before
 that, on the same texts, for as long as some dozens of steps of a run would teach them.
@@ -32,7 +32,7 @@ from slipstream.config import load_config
 from slipstream.draft.eagle import build_draft
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.learned import ModelGuesser
-from slipstream.draft.selector import MIXED_STRATEGIES, TREE_ROWS, Selector
+from slipstream.draft.selector import MIXED_STRATEGIES, TREE_ROWS, Selector, size_of
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
 from slipstream.engine.engine import Engine
@@ -43,7 +43,7 @@ from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.precision import resolve_precision
 from slipstream.models.rendering import prompt_key, render_prompts, stop_token_ids
 from slipstream.rng import derive_seed
-from slipstream.runtime.bench_history import FEW_GRAPHS, MOST_WARM_UPS, Walk, median_rates, timed_walk
+from slipstream.runtime.bench_history import FEW_GRAPHS, MOST_WARM_UPS, Walk, timed_walk
 from slipstream.runtime.benches import describe_machine
 from slipstream.runtime.drafters import find_drafter
 from slipstream.runtime.engines import choose_device
@@ -76,7 +76,7 @@ class Recorded(Always):
 
 
 class Accounted(Selector):
-    """Where its steps went: by kind of text, way and whether it was then the best, [steps, tokens, seconds]."""
+    """Where its steps went, [steps, tokens, seconds]: by size, kind of text, way, and whether it was then the best."""
 
     def __init__(self, strategies: Sequence[Strategy]) -> None:
         # In full use from the start: what has to be prepared is prepared before anything is timed.
@@ -87,7 +87,8 @@ class Accounted(Selector):
         self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
     ) -> None:
         on_trial = "" if strategy == self.best(batch, is_matching) else ", on trial"
-        line = self.spent.setdefault(f"{'repeated' if is_matching else 'new'}: {strategy}{on_trial}", [0.0] * 3)
+        texts = f"{size_of(batch)}, {'repeated' if is_matching else 'new'} texts"
+        line = self.spent.setdefault(f"{texts}: {strategy}{on_trial}", [0.0] * 3)
         for place, value in enumerate((1, batch * tokens_each, seconds)):
             line[place] += value
         super().observe(batch, strategy, tokens_each, seconds, is_matching)
@@ -189,7 +190,10 @@ class Bench:
             done = [self.walk(engine, batch, number) for number in range(TIMED_WALKS)]
         counts = engine.take_draft_counts()
         tokens = counts.num_tokens / counts.num_rows if counts.num_rows else 1.0
-        result = median_rates([walk for walk, _ in done]) | {"tokens_a_step": tokens}
+        walks = [walk for walk, _ in done]
+        # By the sum: a walk of easy texts is short, and counts for what it takes.
+        rate = sum(walk.full_tokens for walk in walks) / sum(walk.full_s for walk in walks)
+        result = {"rate": rate, "tokens_a_step": tokens, "walks": [walk.rates()["tokens_per_s"] for walk in walks]}
         return result, {uid: text for _, texts in done for uid, text in texts.items()}
 
 
@@ -201,7 +205,7 @@ def compare(bench: Bench, batch: int, ways: Sequence[Strategy]) -> tuple[dict[st
     recorded = [Recorded(way) for way in ways]
     for policy in recorded:
         arm, got = bench.measure(batch, policy, bench.taught)
-        gain = statistics.harmonic_mean(arm["walks"]) / statistics.harmonic_mean(plain["walks"])
+        gain = arm["rate"] / plain["rate"]
         arms[str(policy.strategy)] = arm | {"gain": gain, "same_tokens": got == texts}
         print(f"batch {batch}, {policy.strategy}: {gain:.2f}, {arm['tokens_a_step']:.2f} tokens a step", flush=True)
     best = max(recorded, key=lambda policy: arms[str(policy.strategy)]["gain"]).strategy
@@ -237,7 +241,7 @@ def take_turns(bench: Bench, batch: int, best: Strategy, texts: dict[str, tuple[
             started, graph_s = time.perf_counter(), engine.facts().graph_s
             result, got = bench.timed(engine, batch)
             making[name].append((engine.facts().graph_s - graph_s) / (time.perf_counter() - started))
-            rates[name].append(statistics.harmonic_mean(result["walks"]))
+            rates[name].append(result["rate"])
             is_same &= got == texts
     made = {name: [rate / (1 - share) for rate, share in zip(rates[name], making[name], strict=True)] for name in rates}
     record: dict[str, Any] = {

@@ -28,11 +28,13 @@ FORESEEN_ERROR, FURTHER_ERROR = 0.1, 0.3
 more, of which it shows nothing but how the first ones fare."""
 DRIFT = 1e-6
 """Variance of a gain that comes with each step: texts change, and drafters learn."""
-SURPRISE = 4.0
-"""Texts have changed where a way gives so many standard errors less than it did: then that counts no more."""
-DOUBT, LEAST_DOUBT = 0.2, 0.05
-"""Standard error of what drafts of any way are worth, since texts change: once none are better than those of the best
-way, and at least, while they are made."""
+TEXTS = 0.15
+"""Standard deviation of what the texts of one moment make drafts worth, against those of another."""
+DOUBT, LEAST_DOUBT = 0.2, 0.03
+"""Standard error of what drafts of any way are worth, since texts change: once they have, and at least, while there are
+drafts."""
+SURPRISE = 2.0
+"""Texts have changed where a way gives so many standard errors less than it should."""
 SEEN_STEPS = 4000
 """Steps after which what stretches of repeated text brought is half forgotten."""
 MANY_DRAFTS, FEW_ROWS = 8, 32
@@ -71,7 +73,7 @@ class Gain:
 
     mean: float
     variance: float
-    """Of the mean, at the time of the last trial."""
+    """Of the logarithm of the mean, at the time of the last trial."""
     at: int
     """The step of that."""
 
@@ -175,40 +177,48 @@ class Bucket:
 
     def gain(self, way: Strategy, errors: float = 0.0) -> float:
         """Against the best way; with so many standard errors more, which grow as it is not tried."""
-        known, best = self.gains[way], self.gains[self.best]
-        doubt = self.doubt if self.best == OFF else 0.0
-        variance = known.variance + doubt + best.mean**2 * DRIFT * (self.num_steps - known.at)
-        return (known.mean + errors * math.sqrt(variance)) / best.mean
+        doubt = self._doubt() if OFF in (way, self.best) else 0.0
+        variance = doubt + sum(map(self._variance, {way, self.best} - {OFF}))
+        return self.gains[way].mean / self.gains[self.best].mean * math.exp(errors * math.sqrt(variance))
 
     def weigh(self, way: Strategy, other: Strategy) -> None:
-        """What is known of one against another, by their last steps. The other counts as known."""
+        """One against another, by their last steps. What was not expected is due to each as far as it was not known,
+        and against none also to the texts of the moment, which drafts of all ways have in common."""
+        if way == OFF:
+            way, other = other, way
+        self.gains.setdefault(OFF, Gain(1.0, 0.0, 0))
+        if way == OFF:
+            return
         ratio = self.rate(way) / self.rate(other)
         # Not by how far steps differed: where texts are repeated they differ most, and would count least.
         num_rows = [self.size * len(self.right[one]) for one in (way, other) if one != OFF]
-        scale = self.gains[other].mean if other in self.gains else 1.0
-        measured, variance = scale * ratio, scale**2 * (LEAST_ERROR**2 + sum(STEP_ERROR**2 / rows for rows in num_rows))
-        before = self.gains.get(way) or self._foreseen_gain(way, other)
-        if before is None:
-            self.gains[way] = Gain(measured, variance, self.num_steps)
+        error = LEAST_ERROR**2 + sum(STEP_ERROR**2 / rows for rows in num_rows) + (TEXTS**2 if other == OFF else 0.0)
+        known = self.gains.get(way) or self._foreseen_gain(way, other)
+        self.gains[way] = known or Gain(self.gains[other].mean * ratio, error, self.num_steps)
+        if known is None:
             return
-        own = before.variance + scale**2 * DRIFT * (self.num_steps - before.at)
-        doubt = self.doubt if other == OFF else 0.0
-        expected = own + doubt + variance
-        mean = before.mean + (own + doubt) / expected * (measured - before.mean)
-        if other == OFF and measured - before.mean < -SURPRISE * math.sqrt(expected):
-            mean = measured
-        self.gains[way] = Gain(mean, (1 - own / expected) * own, self.num_steps)
+        variances = {one: self._variance(one) for one in (way, other) if one != OFF}
+        doubt = self._doubt() if other == OFF else 0.0
+        expected = sum(variances.values()) + doubt + error
+        surprise = math.log(ratio * self.gains[other].mean / self.gains[way].mean)
+        if other == OFF and surprise < -SURPRISE * math.sqrt(expected):
+            self.doubt = max(self.doubt, DOUBT**2)
+            expected, doubt = expected - doubt + self.doubt, self.doubt
+        share = surprise / expected
+        for one, variance in variances.items():
+            mean = self.gains[one].mean * math.exp((share if one == way else -share) * variance)
+            self.gains[one] = Gain(mean, (1 - variance / expected) * variance, self.num_steps)
         if other == OFF:
-            self._share(way, mean / before.mean, own)
+            for one in self.gains.keys() - {OFF}:
+                self.gains[one].mean *= math.exp(share * doubt)
             self.doubt *= 1 - doubt / expected
 
-    def _share(self, way: Strategy, change: float, own: float) -> None:
-        """A way gave more against none than was expected, or less: so do others as far as that is due to the texts, and
-        not to how little was known of it, which is the variance of its own."""
-        doubt = self.doubt if self.best == OFF else max(self.doubt, LEAST_DOUBT**2)
-        for other, known in self.gains.items():
-            if other not in (OFF, way):
-                known.mean *= change ** (doubt / (doubt + own))
+    def _variance(self, way: Strategy) -> float:
+        """By now."""
+        return self.gains[way].variance + DRIFT * (self.num_steps - self.gains[way].at)
+
+    def _doubt(self) -> float:
+        return self.doubt if self.best == OFF else max(self.doubt, LEAST_DOUBT**2)
 
     def foreseen(self, way: Strategy) -> float | None:
         """Tokens a step, if it only makes more drafts than the best way or fewer, in a chain: of a sequence alone each
@@ -233,7 +243,7 @@ class Bucket:
         best = self.gains[other].mean
         ratio = tokens / self.tokens(other) * self.costs[other] / self.costs[way]
         error = FORESEEN_ERROR if way.drafts_each <= other.drafts_each else FURTHER_ERROR
-        return Gain(best * ratio, (best * error) ** 2, self.num_steps)
+        return Gain(best * ratio, error**2, self.num_steps)
 
     def follow_best(self, tokens: float, seconds: float) -> None:
         """A step of the best way gave a sequence so many. How long it took says more about the way at first, whose

@@ -278,7 +278,7 @@ class Selector:
                 self._buckets[bucket.size, bucket.is_matching] = bucket
 
     def _bucket(self, batch: int, is_matching: bool = False) -> Bucket:
-        size = _size(batch)
+        size = size_of(batch)
         if (size, is_matching) not in self._buckets:
             self._buckets[size, is_matching] = bucket = self._new_bucket(size, is_matching)
             if is_matching:
@@ -308,7 +308,7 @@ class Selector:
         if way not in bucket.costs:
             return
         bucket.weigh(way, bucket.best)
-        if way != bucket.best and bucket.gain(way, errors=-0.5) > (1.0 if way == OFF else CLEARLY):
+        if way != bucket.best and (bucket.gain(OFF) > 1.0 if way == OFF else bucket.gain(way, errors=-0.5) > CLEARLY):
             reason = f"{way} gives {bucket.gain(way):.2f} times the tokens of {bucket.best}"
             self.choices.append(Choice(batch, way, reason, bucket.is_matching))
             bucket.take(way)
@@ -332,6 +332,6 @@ class Selector:
                 self.choices.append(Choice(batch, bucket.best, reason, bucket.is_matching))
 
 
-def _size(batch: int) -> int:
+def size_of(batch: int) -> int:
     """The most sequences that are judged together with so many."""
     return 1 << (max(1, batch) - 1).bit_length()

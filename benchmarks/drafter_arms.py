@@ -75,23 +75,42 @@ class Recorded(Always):
         self.steps.append((batch, round(tokens_each, 3), round(seconds * 1e6, 1)))
 
 
-class Accounted(Selector):
-    """Where its steps went, [steps, tokens, seconds]: by size, kind of text, way, and whether it was then the best."""
+class Account:
+    """Where steps went, [steps, tokens, seconds]: by size, kind of text, way, and whether it was then the best. Steps
+    with prompts, and those that needed a graph, are not told to a policy: what they took is what is missing here."""
 
+    spent: dict[str, list[float]]
+
+    def add(self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, texts: str) -> None:
+        line = self.spent.setdefault(f"{size_of(batch)}, {texts}: {strategy}", [0.0] * 3)
+        for place, value in enumerate((1, batch * tokens_each, seconds)):
+            line[place] += value
+
+
+class AccountedSelector(Selector, Account):
     def __init__(self, strategies: Sequence[Strategy]) -> None:
         # In full use from the start: what has to be prepared is prepared before anything is timed.
         super().__init__(strategies, has_price=torch.cuda.is_available(), preparing=math.inf)
-        self.spent: dict[str, list[float]] = {}
+        self.spent = {}
 
     def observe(
         self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
     ) -> None:
         on_trial = "" if strategy == self.best(batch, is_matching) else ", on trial"
-        texts = f"{size_of(batch)}, {'repeated' if is_matching else 'new'} texts"
-        line = self.spent.setdefault(f"{texts}: {strategy}{on_trial}", [0.0] * 3)
-        for place, value in enumerate((1, batch * tokens_each, seconds)):
-            line[place] += value
+        texts = f"{'repeated' if is_matching else 'new'} texts{on_trial}"
+        self.add(batch, strategy, tokens_each, seconds, texts)
         super().observe(batch, strategy, tokens_each, seconds, is_matching)
+
+
+class AccountedAlways(Always, Account):
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        self.spent = {}
+
+    def observe(
+        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
+    ) -> None:
+        self.add(batch, strategy, tokens_each, seconds, f"{'repeated' if is_matching else 'new'} texts")
 
 
 class Bench:
@@ -192,8 +211,9 @@ class Bench:
         tokens = counts.num_tokens / counts.num_rows if counts.num_rows else 1.0
         walks = [walk for walk, _ in done]
         # By the sum: a walk of easy texts is short, and counts for what it takes.
-        rate = sum(walk.full_tokens for walk in walks) / sum(walk.full_s for walk in walks)
-        result = {"rate": rate, "tokens_a_step": tokens, "walks": [walk.rates()["tokens_per_s"] for walk in walks]}
+        full = sum(walk.full_tokens for walk in walks), sum(walk.full_s for walk in walks)
+        each = [walk.rates()["tokens_per_s"] for walk in walks]
+        result: dict[str, Any] = {"rate": full[0] / full[1], "tokens_a_step": tokens, "walks": each, "full": full}
         return result, {uid: text for _, texts in done for uid, text in texts.items()}
 
 
@@ -218,23 +238,24 @@ def compare(bench: Bench, batch: int, ways: Sequence[Strategy]) -> tuple[dict[st
 
 def take_turns(bench: Bench, batch: int, best: Strategy, texts: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """What must hold, each against another in the same rounds."""
-    policies: dict[str, DraftPolicy | None] = {
-        "no drafter": None,
-        "best": Always(best),
-        "selector": Accounted(MIXED_STRATEGIES),
-        "poisoned": Accounted(MIXED_STRATEGIES),
-        "history": Accounted([way for way in MIXED_STRATEGIES if not way.depth]),
+    selectors = {
+        "selector": AccountedSelector(MIXED_STRATEGIES),
+        "poisoned": AccountedSelector(MIXED_STRATEGIES),
+        "history": AccountedSelector([way for way in MIXED_STRATEGIES if not way.depth]),
     }
+    accounts: dict[str, AccountedAlways | AccountedSelector] = {"best": AccountedAlways(best), **selectors}
+    policies: dict[str, DraftPolicy | None] = {"no drafter": None, **accounts}
     engines = {}
     for name, policy in policies.items():
         weights = bench.poisoned if name == "poisoned" else bench.taught
         engines[name] = bench.engine(batch, policy, weights)
         bench.prepare(engines[name], batch, policy if isinstance(policy, Selector) else None)
-    selectors = {name: policy for name, policy in policies.items() if isinstance(policy, Accounted)}
-    for selector in selectors.values():
-        selector.spent.clear()
+    for account in accounts.values():
+        account.spent.clear()
     rates: dict[str, list[float]] = {name: [] for name in engines}
     making: dict[str, list[float]] = {name: [] for name in engines}
+    full: dict[str, list[float]] = {name: [0.0, 0.0] for name in engines}
+    """Tokens and seconds while the batch was full, all rounds."""
     is_same = True
     for _ in range(ROUNDS):
         for name, engine in engines.items():
@@ -242,6 +263,7 @@ def take_turns(bench: Bench, batch: int, best: Strategy, texts: dict[str, tuple[
             result, got = bench.timed(engine, batch)
             making[name].append((engine.facts().graph_s - graph_s) / (time.perf_counter() - started))
             rates[name].append(result["rate"])
+            full[name] = [before + more for before, more in zip(full[name], result["full"], strict=True)]
             is_same &= got == texts
     made = {name: [rate / (1 - share) for rate, share in zip(rates[name], making[name], strict=True)] for name in rates}
     record: dict[str, Any] = {
@@ -255,7 +277,8 @@ def take_turns(bench: Bench, batch: int, best: Strategy, texts: dict[str, tuple[
             "selector_share": _ratios(made, "selector", "best"),
             "poison_share": _ratios(made, "poisoned", "history"),
         },
-        "spent": {name: selector.spent for name, selector in selectors.items()},
+        "full": full,
+        "spent": {name: account.spent for name, account in accounts.items()},
         "chosen": {
             name: {kind: str(one.best(batch, kind == "repeated")) for kind in ("new", "repeated")}
             for name, one in selectors.items()

@@ -6,7 +6,9 @@ Every way went through the same texts (`drafter_arms.py --steps`), so a place in
 came before. The selector chooses, the step of that way at this place happens, and the place moves on; as the engine on
 a GPU it is told of a step when two more have begun. Four rounds of the texts, begun at twelve places; against the best
 of all ways that were recorded. Also with a drafter that is never right ("poisoned"), without one ("history"), and where
-no draft is ever right ("nothing"). What is not in it: how large steps are made, and graphs to be captured.
+no draft is ever right ("nothing"). A model that was not fed in the step before has no drafts, as in the engine, which
+goes on feeding it in stretches. What is not in it: what that costs there, how large steps are made, and graphs to be
+captured.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ def rounds(walks: dict[Strategy, Walk], ways: Sequence[Strategy], batch: int) ->
     """Microseconds of each."""
     selector, is_matching, taken = Selector(ways, has_price=True, preparing=math.inf), False, []
     unread: deque[tuple[Strategy, float, float, bool, bool]] = deque()
+    is_fed = False
     for _ in range(ROUNDS):
         place, took = 0.0, 0.0
         while place < 1:
@@ -79,12 +82,17 @@ def rounds(walks: dict[Strategy, Walk], ways: Sequence[Strategy], batch: int) ->
             # A way with few drafts is taken to see as much of a stretch, but for what goes beyond its drafts.
             copied = min(walks[COPY].at(place)[1] - 1, way.drafts_each)
             matches = way.looks_for_matches and copied >= MATCHING
+            total = walks[way].num_tokens
+            if way.depth and not is_fed:
+                instead = walks[COPY if matches else OFF]
+                (size, tokens, _), total = instead.at(place), instead.num_tokens
+            is_fed = way.depth > 0 or (is_matching and is_fed)
             unread.append((way, tokens, microseconds / 1e6, is_matching, matches))
             if len(unread) > STEPS_AHEAD:
                 *seen, was_matching, is_matching = unread.popleft()
                 selector.observe(batch, *seen, was_matching)
             took += microseconds
-            place += size * tokens / walks[way].num_tokens
+            place += size * tokens / total
         taken.append(took)
     return taken
 

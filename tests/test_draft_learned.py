@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -110,6 +111,34 @@ def plain_chain(model: Any, kind: str, draft: DraftModel, ids: Tensor) -> list[i
         keys, values = torch.cat([keys, key]), torch.cat([values, value])
         hidden = draft.finish(residual, attend_causally(query, keys, values, draft.form))
     return tokens
+
+
+class CopyInStretches(Always):
+    def choose(self, batch: int, is_matching: bool = False) -> Strategy:
+        return Strategy(8.0, 1) if is_matching else self.strategy
+
+
+def test_it_is_ready_to_draft_as_soon_as_a_stretch_of_copies_ends() -> None:
+    plain, _ = generate(groups(1, 1))
+    [past] = plain.values()
+    text = (*past.token_ids[:20], *range(40, 60))
+    guesser, engine = guessing("eagle3", Strategy(4.0, 8, DEPTH), [past])
+    engine.policy = CopyInStretches(Strategy(4.0, 8, DEPTH))
+    sampling = SamplingParams(max_new_tokens=len(text))
+    engine.submit([Request("a", "a", past.request.prompt_ids, SEED, sampling, script_ids=text)])
+    were_ready: list[bool] = []
+    known, guess = list[int](), guesser.guess
+
+    def watched(state: StepState, width_S: Tensor, found_S: Tensor, sizes: DraftSizes) -> Tensor:
+        were_ready.append(bool(guesser.ready_S[0]))
+        known.append(int(state["known"][0]))
+        return guess(state, width_S, found_S, sizes)
+
+    guesser.guess = watched  # type: ignore[method-assign]
+    while engine.has_work:
+        engine.step()
+    assert max(later - before for before, later in pairwise(known)) > 8, "it was not asked for long"
+    assert all(were_ready)
 
 
 @of_each_kind

@@ -38,7 +38,6 @@ from slipstream.engine.strategy import (
     DraftCounts,
     DraftPolicy,
     StepDrafts,
-    Strategy,
     are_matching,
 )
 from slipstream.models.cached import KVPages
@@ -116,7 +115,7 @@ class Engine:
         self.drafter, self.policy = drafter, policy
         if drafter is not None:
             drafter.attach(model, self._pages, max_length)
-        self._demand, self._are_matching = Demand(), False
+        self._demand, self._are_matching, self._is_fed = Demand(), False, False
         self._last_done: torch.cuda.Event | float | None = None
         """When the step before the next one to be read was done, if nothing came between."""
         self._min_rows = 1 if self.fusion is not None and self.fusion.any_height else MIN_STEP_TOKENS
@@ -291,7 +290,9 @@ class Engine:
     def _decide_drafts(self) -> StepDrafts:
         batch, is_matching = max(1, self._batcher.num_running), self._are_matching
         strategy = OFF if self.policy is None else self.policy.choose(batch, is_matching)
-        return StepDrafts(batch, is_matching, strategy, self._demand.room(strategy, batch))
+        # Who was asked before a stretch of repeated text is asked after it, which may be any moment.
+        self._is_fed = strategy.depth > 0 or (is_matching and self._is_fed)
+        return StepDrafts(batch, is_matching, strategy, self._demand.room(strategy, batch), self._is_fed)
 
     def _launch(self, plan: StepPlan, drafts: StepDrafts) -> None:
         """Tell the device what changes and start the step; returns before a GPU is done with it."""
@@ -307,18 +308,18 @@ class Engine:
         if not plan.num_tokens:
             return
         made_s = self._making_s
-        was_prepared = self._run_step(plan, drafts.strategy)
+        was_prepared = self._run_step(plan, drafts)
         if self.policy is not None and plan.num_drafts and self._making_s > made_s:
             self.policy.observe_preparing(drafts.batch, self._making_s - made_s, drafts.is_matching)
         self._unread.append(self._request_report(plan, drafts, was_prepared))
         self._num_forwards += 1
         self._prefill_tokens += plan.num_prefilled
 
-    def _run_step(self, plan: StepPlan, strategy: Strategy) -> bool:
+    def _run_step(self, plan: StepPlan, drafts: StepDrafts) -> bool:
         """With the drafting before it; whether it took as long as such a step will."""
-        launches = self._launches(plan, strategy, padded)
+        launches = self._launches(plan, drafts, padded)
         if self._graphs is not None:
-            launches = self._graphs.fit(launches, partial(self._launches, plan, strategy, coarsely))
+            launches = self._graphs.fit(launches, partial(self._launches, plan, drafts, coarsely))
         if len(launches) > 1:
             self._state.set_limits(self._limits(launches[-1]))
         are_prepared = [self._run(launch) for launch in launches]
@@ -347,10 +348,11 @@ class Engine:
         step = launch.step
         return self._state.limits if step is None else self._state.limits_of(step.num_tokens, step.num_samples)
 
-    def _launches(self, plan: StepPlan, strategy: Strategy, pad: Callable[[int], int]) -> list[Launch]:
+    def _launches(self, plan: StepPlan, drafts: StepDrafts, pad: Callable[[int], int]) -> list[Launch]:
         """What a learned drafter does has a graph of its own, which steps of all sizes share; what is quickly found is
         part of the step's, since a second launch takes the host longer than that."""
         num_tokens, num_rows, num_samples = plan.num_tokens, plan.num_rows, len(plan.samplers) + plan.num_drafts
+        strategy = drafts.strategy
         # Prompts beside trees would be computed a token at a time.
         branches = strategy.branches if plan.num_drafts and not plan.num_prefilled else 1
         if self.device.type == "cpu":
@@ -367,7 +369,7 @@ class Engine:
             with_drafts=plan.num_drafts > 0,
             with_cuts=plan.with_cuts,
             tree_depth=strategy.depth if branches > 1 else 0,
-            is_fed=strategy.depth > 0,
+            is_fed=drafts.is_fed,
         )
         if not plan.num_drafts:
             return [Launch(None, step)]

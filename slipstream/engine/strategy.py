@@ -99,6 +99,8 @@ class StepDrafts:
     strategy: Strategy
     room: int
     """Drafts that there was to be room for, before sizes were rounded."""
+    is_fed: bool = False
+    """Whether a learned drafter may be asked right after it."""
 
 
 MARGIN = 1.2

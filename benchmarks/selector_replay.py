@@ -4,7 +4,7 @@
 
 Every way went through the same texts (`drafter_arms.py --steps`), so a place in them is the share of all tokens that
 came before. The selector chooses, the step of that way at this place happens, and the place moves on; as the engine on
-a GPU it is told of a step when two more have begun. Four rounds of the texts, begun at twelve places; against the best
+a GPU it is told of a step when two more have begun. Some rounds of the texts, begun at twelve places; against the best
 of all ways that were recorded. Also with a drafter that is never right ("poisoned"), without one ("history"), and where
 no draft is ever right ("nothing"). A model that was not fed in the step before has no drafts, as in the engine, which
 goes on feeding it in stretches. What is not in it: what that costs there, how large steps are made, and graphs to be
@@ -29,7 +29,7 @@ from slipstream.engine.strategy import MATCHING, OFF, Strategy
 
 Step = tuple[int, float, float]
 """Sequences, tokens of each, microseconds."""
-ROUNDS, STARTS, STEPS_AHEAD = 4, 12, 2
+STARTS, STEPS_AHEAD = 12, 2
 WORLDS = ("as recorded", "poisoned", "history", "nothing")
 COPY = Strategy(8.0, 1)
 """Shows where texts repeat others."""
@@ -69,12 +69,12 @@ def world_of(recorded: dict[Strategy, list[Step]], world: str) -> dict[Strategy,
     return ways
 
 
-def rounds(walks: dict[Strategy, Walk], ways: Sequence[Strategy], batch: int) -> list[float]:
+def rounds(walks: dict[Strategy, Walk], ways: Sequence[Strategy], batch: int, num_rounds: int) -> list[float]:
     """Microseconds of each."""
     selector, is_matching, taken = Selector(ways, has_price=True, preparing=math.inf), False, []
     unread: deque[tuple[Strategy, float, float, bool, bool]] = deque()
     is_fed = False
-    for _ in range(ROUNDS):
+    for _ in range(num_rounds):
         place, took = 0.0, 0.0
         while place < 1:
             way = selector.choose(batch, is_matching)
@@ -97,7 +97,7 @@ def rounds(walks: dict[Strategy, Walk], ways: Sequence[Strategy], batch: int) ->
     return taken
 
 
-def replay(recorded: dict[Strategy, list[Step]], batch: int, world: str) -> dict[str, Any]:
+def replay(recorded: dict[Strategy, list[Step]], batch: int, world: str, num_rounds: int) -> dict[str, Any]:
     ways = world_of(recorded, world)
     times = {way: sum(step[2] for step in steps) for way, steps in ways.items()}
     best = min(times, key=lambda way: times[way])
@@ -106,7 +106,7 @@ def replay(recorded: dict[Strategy, list[Step]], batch: int, world: str) -> dict
     shares = [
         [
             times[best] / took
-            for took in rounds({way: Walk(s, start / STARTS) for way, s in ways.items()}, choices, batch)
+            for took in rounds({way: Walk(s, start / STARTS) for way, s in ways.items()}, choices, batch, num_rounds)
         ]
         for start in range(STARTS)
     ]
@@ -123,6 +123,7 @@ def replay(recorded: dict[Strategy, list[Step]], batch: int, world: str) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--rounds", type=int, default=4, help="times that the texts are gone through")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     record: dict[str, Any] = {"what": "benchmarks/selector_replay.py", "rows": []}
@@ -132,7 +133,7 @@ def main() -> None:
             # Fewer sequences than half of the batch are judged apart.
             recorded = {way: [one for one in steps if one[0] > case["batch"] // 2] for way, steps in recorded.items()}
             for world in WORLDS:
-                row = {"file": file.name} | replay(recorded, case["batch"], world)
+                row = {"file": file.name} | replay(recorded, case["batch"], world, arguments.rounds)
                 record["rows"].append(row)
                 print(
                     f"{file.name}, batch {row['batch']}, {world}: best {row['best']}, {row['times_off']:.2f} times "

@@ -89,6 +89,8 @@ ORIGIN_NAMES = {0: "sampled", 1: "sibling", 2: "history", 3: "own text", 4: "dra
 """Where a token came from: 0 from the model alone, else from the draft of this source that was accepted."""
 TEXT_ORIGINS = (1, 2, 3)
 """Of these, copied from a text."""
+MODEL_ORIGIN = 4
+"""Drafted by a learned drafter."""
 
 
 @dataclass(frozen=True, slots=True)

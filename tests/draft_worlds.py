@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from slipstream.draft.selector import Selector
-from slipstream.engine.strategy import Strategy
+from slipstream.engine.strategy import StepResult, Strategy
 
 World = Callable[[int, Strategy], tuple[int, float]]
 """Tokens and seconds of a step of a batch with a strategy."""
@@ -18,7 +18,7 @@ def drive(selector: Selector, world: World, batch: int, steps: int) -> float:
     for _ in range(steps):
         strategy = selector.choose(batch)
         gained, took = world(batch, strategy)
-        selector.observe(batch, strategy, gained / batch, took)
+        selector.observe(StepResult(batch, strategy, gained / batch, took))
         tokens, seconds = tokens + gained, seconds + took
     return tokens / seconds
 

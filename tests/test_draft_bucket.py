@@ -11,9 +11,9 @@ from collections import deque
 import pytest
 
 from slipstream.draft import bucket as module
-from slipstream.draft.bucket import Bucket, Gain
+from slipstream.draft.bucket import Bucket
 from slipstream.draft.selector import Selector
-from slipstream.engine.strategy import OFF, Strategy
+from slipstream.engine.strategy import OFF, StepResult, Strategy
 
 TWO, FOUR, EIGHT = Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1)
 
@@ -61,15 +61,16 @@ def test_a_first_trial_in_bad_luck_does_not_bury_a_way(is_foreseen: bool, monkey
         right = right_of(int(way.drafts_each), 0.93, dice)
         if way == EIGHT and unlucky < 25:
             right, unlucky = min(right, 2.0), unlucky + 1
-        selector.observe(1, way, 1 + right, 1.0 + 0.02 * way.drafts_each)
+        selector.observe(StepResult(1, way, 1 + right, 1.0 + 0.02 * way.drafts_each))
     assert (selector.best(1) == EIGHT) == is_foreseen
 
 
-def bucket_of_two(error_of_best: float) -> Bucket:
+def bucket_of_two(error_of_best: float, error_of_other: float = 0.01) -> Bucket:
     """Four drafts give twice the tokens of none, eight a little more, and are the best way."""
     bucket = Bucket([OFF, FOUR, EIGHT], 16, False, 20, unit_s=1.0, best=EIGHT)
     bucket.costs = {OFF: 1.0, FOUR: 1.2, EIGHT: 1.4}
-    bucket.gains = {OFF: Gain(1.0, 0.0, 0), FOUR: Gain(2.0, 1e-4, 0), EIGHT: Gain(2.2, error_of_best**2, 0)}
+    bucket.beliefs.add(FOUR, OFF, 2.0, error_of_other**2)
+    bucket.beliefs.add(EIGHT, OFF, 2.2, error_of_best**2)
     bucket.right = {OFF: deque([0.0] * 20), FOUR: deque([1.4] * 20), EIGHT: deque([2.08] * 20)}
     return bucket
 
@@ -84,9 +85,9 @@ def test_a_newcomer_that_disappoints_takes_others_down_less_than_a_known_way_doe
     for bucket in (newcomer, known):
         for _ in range(3):
             give(bucket, EIGHT, 1.1)
-        assert bucket.gains[EIGHT].mean == pytest.approx(1.1, abs=0.2)
-    assert newcomer.gains[FOUR].mean > 1.7, "it was too little known to tell of texts"
-    assert known.gains[FOUR].mean == pytest.approx(1.0, abs=0.2)
+        assert bucket.beliefs.gain(EIGHT) == pytest.approx(1.1, abs=0.2)
+    assert newcomer.beliefs.gain(FOUR) > 1.7, "it was too little known to tell of texts"
+    assert known.beliefs.gain(FOUR) == pytest.approx(1.0, abs=0.2)
 
 
 def test_what_ways_are_to_each_other_outlasts_hard_texts() -> None:
@@ -95,19 +96,17 @@ def test_what_ways_are_to_each_other_outlasts_hard_texts() -> None:
     bucket.give_up()
     for _ in range(3):
         give(bucket, FOUR, 2.0)
-    assert bucket.gains[EIGHT].mean > bucket.gains[FOUR].mean > 1.7
-    assert bucket.doubt < 0.25 * module.DOUBT**2
+    assert bucket.beliefs.gain(EIGHT) > bucket.beliefs.gain(FOUR) > 1.7
+    assert bucket.beliefs.variance(FOUR) < 0.25 * module.DOUBT**2
 
 
 @pytest.mark.parametrize("error_of_best", [0.2, 0.01])
 def test_what_a_trial_shows_is_due_to_who_was_less_known(error_of_best: float) -> None:
     """One who won by luck is found out by the way that was best before, which is known well."""
-    bucket = bucket_of_two(error_of_best)
-    bucket.gains[FOUR].variance = (0.21 - error_of_best) ** 2
+    bucket = bucket_of_two(error_of_best, error_of_other=0.21 - error_of_best)
     give(bucket, FOUR, 1.3, EIGHT)
-    best, other = bucket.gains[EIGHT], bucket.gains[FOUR]
     assert bucket.gain(FOUR) > 1.03
-    changes = {EIGHT: abs(best.mean / 2.2 - 1), FOUR: abs(other.mean / 2.0 - 1)}
+    changes = {EIGHT: abs(bucket.beliefs.gain(EIGHT) / 2.2 - 1), FOUR: abs(bucket.beliefs.gain(FOUR) / 2.0 - 1)}
     assert max(changes, key=lambda way: changes[way]) == (EIGHT if error_of_best > 0.1 else FOUR)
     assert min(changes.values()) < 0.01
 

@@ -13,7 +13,7 @@ from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.shelves import Text
 from slipstream.draft.widths import Rule
 from slipstream.engine.engine import Engine
-from slipstream.engine.strategy import OFF, Always, Strategy
+from slipstream.engine.strategy import OFF, Always, StepResult, Strategy
 from slipstream.models.loading import load_model
 from slipstream.rng import derive_seed
 from slipstream.types import Request, Rollout, SamplingParams
@@ -100,11 +100,9 @@ class Told(Always):
         super().__init__(strategy)
         self.steps: list[tuple[int, float]] = []
 
-    def observe(
-        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
-    ) -> None:
-        assert seconds > 0
-        self.steps.append((batch, tokens_each))
+    def observe(self, step: StepResult) -> None:
+        assert step.seconds > 0
+        self.steps.append((step.batch, step.tokens_each))
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 2])

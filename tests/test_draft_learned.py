@@ -17,11 +17,11 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.packing import DraftSizes
 from slipstream.engine.sampling import SamplingRows, sample_plainly
 from slipstream.engine.state import StepState
-from slipstream.engine.strategy import Always, Strategy
+from slipstream.engine.strategy import OFF, Always, Feeding, StepResult, Strategy
 from slipstream.models.attention import attend_causally
 from slipstream.models.loading import load_model
 from slipstream.models.packed import document_hidden
-from slipstream.types import Request, Rollout, SamplingParams
+from slipstream.types import MODEL_ORIGIN, Request, Rollout, SamplingParams
 
 DEPTH = 4
 SEED = 7
@@ -113,6 +113,28 @@ def plain_chain(model: Any, kind: str, draft: DraftModel, ids: Tensor) -> list[i
     return tokens
 
 
+class Told(Always):
+    """Sums what it is told that the drafter gave."""
+
+    num_right = 0.0
+
+    def observe(self, step: StepResult) -> None:
+        assert (step.of_model is None) == (step.strategy.depth == 0)
+        self.num_right += step.batch * (step.of_model or 0.0)
+
+
+@pytest.mark.parametrize("strategy", [Strategy(4.0, 0, DEPTH), Strategy(4.0, 1, DEPTH), Strategy(4.0, 1)], ids=str)
+def test_a_policy_is_told_how_many_of_its_drafts_were_right(strategy: Strategy) -> None:
+    plain, _ = generate(groups(1, 1))
+    _, engine = guessing("eagle3", strategy, list(plain.values()) if strategy.min_match else [])
+    engine.policy = policy = Told(strategy)
+    engine.submit(groups(1, 1)[0])
+    while engine.has_work:
+        engine.step()
+    num_right = engine.take_draft_counts().tokens_from[MODEL_ORIGIN]
+    assert policy.num_right == pytest.approx(num_right) and (num_right > 0) == (strategy.min_match == 0)
+
+
 class CopyInStretches(Always):
     def choose(self, batch: int, is_matching: bool = False) -> Strategy:
         return Strategy(8.0, 1) if is_matching else self.strategy
@@ -141,30 +163,87 @@ def test_it_is_ready_to_draft_as_soon_as_a_stretch_of_copies_ends() -> None:
     assert all(were_ready)
 
 
-@of_each_kind
-@torch.inference_mode()
-def test_what_it_drafts_in_the_step_is_what_it_drafts_by_hand(kind: str) -> None:
-    draft, model = sharp(kind, 3), target()
-    guesser, engine = guessing(kind, Strategy(4.0, 0, DEPTH))
-    guesser.write(draft.state_dict().items())
-    text = tuple(range(40, 60))
-    request = Request("a", "a", (5, 6, 7), SEED, SamplingParams(max_new_tokens=len(text)), script_ids=text)
-    engine.submit([request])
+def scripted(uid: str, text: Sequence[int]) -> Request:
+    return Request(uid, uid, (5, 6, 7), SEED, SamplingParams(max_new_tokens=len(text)), script_ids=tuple(text))
+
+
+def watch(guesser: ModelGuesser) -> dict[int, list[int]]:
+    """What is drafted for the first slot, by the tokens known then; none if nothing is."""
     seen: dict[int, list[int]] = {}
     guess = guesser.guess
 
     def watched(state: StepState, width_S: Tensor, found_S: Tensor, sizes: DraftSizes) -> Tensor:
         found = guess(state, width_S, found_S, sizes)
-        if found[0]:
-            seen[int(state["known"][0])] = state["drafts"][0, :DEPTH].tolist()
+        if width_S[0]:
+            seen[int(state["known"][0])] = state["drafts"][0, :DEPTH].tolist() if found[0] else []
         return found
 
     guesser.guess = watched  # type: ignore[method-assign]
+    return seen
+
+
+def drafted_by_hand(kind: str, draft: DraftModel, request: Request, seen: dict[int, list[int]]) -> dict[int, list[int]]:
+    """With as many tokens known."""
+    ids, model = torch.tensor([*request.prompt_ids, *request.script_ids]), target()
+    return {known: plain_chain(model, kind, draft, ids[:known]) for known in seen}
+
+
+@of_each_kind
+@torch.inference_mode()
+def test_what_it_drafts_in_the_step_is_what_it_drafts_by_hand(kind: str) -> None:
+    draft = sharp(kind, 3)
+    guesser, engine = guessing(kind, Strategy(4.0, 0, DEPTH))
+    guesser.write(draft.state_dict().items())
+    request = scripted("a", range(40, 60))
+    engine.submit([request])
+    seen = watch(guesser)
     while engine.has_work:
         engine.step()
-    assert len(seen) > 10
-    ids = torch.tensor([*request.prompt_ids, *text])
-    assert seen == {known: plain_chain(model, kind, draft, ids[:known]) for known in seen}
+    assert len(seen) > 10 and seen == drafted_by_hand(kind, draft, request, seen)
+
+
+class AsksLater(Always):
+    asks = False
+
+    def __init__(self, strategy: Strategy, feeding: Feeding) -> None:
+        super().__init__(strategy)
+        self.feeding = feeding
+
+    def choose(self, batch: int, is_matching: bool = False) -> Strategy:
+        return self.strategy if self.asks else OFF
+
+    def feed(self, batch: int) -> Feeding:
+        return self.feeding
+
+
+@of_each_kind
+@pytest.mark.parametrize("feeding", [Feeding.NOTHING, Feeding.KEYS])
+@torch.inference_mode()
+def test_kept_up_to_date_it_drafts_as_ever_and_fed_nothing_it_does_so_with_the_next_text(
+    kind: str, feeding: Feeding
+) -> None:
+    draft = sharp(kind, 3)
+    guesser, engine = guessing(kind, OFF)
+    guesser.write(draft.state_dict().items())
+    engine.policy = policy = AsksLater(Strategy(4.0, 0, DEPTH), feeding)
+    seen = watch(guesser)
+    first = scripted("a", range(40, 70))
+    engine.submit([first])
+    for _ in range(10):
+        engine.step()
+    assert not seen
+    policy.asks = True
+    while engine.has_work:
+        engine.step()
+    assert len(seen) > 10 and [known for known, drafts in seen.items() if not drafts] == [min(seen)], "not ready yet"
+    del seen[min(seen)]
+    assert (seen == drafted_by_hand(kind, draft, first, seen)) == (feeding == Feeding.KEYS)
+    seen.clear()
+    request = scripted("b", range(30, 50))
+    engine.submit([request])
+    while engine.has_work:
+        engine.step()
+    assert len(seen) > 10 and seen == drafted_by_hand(kind, draft, request, seen)
 
 
 def test_features_are_taken_where_other_engines_take_them() -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from draft_worlds import drive, world_with
 
 from slipstream.draft.selector import Selector
-from slipstream.engine.strategy import MATCHING, OFF, Strategy
+from slipstream.engine.strategy import MATCHING, OFF, StepResult, Strategy
 
 
 def drive_stretches(selector: Selector, model_knows: bool, steps: int, seed: int = 0, batch: int = 1) -> float:
@@ -40,7 +40,7 @@ def drive_stretches(selector: Selector, model_knows: bool, steps: int, seed: int
         unread.append((strategy, 1.0 + num_right / batch, took * dice.uniform(0.98, 1.02), is_matching, matches))
         if len(unread) > 2:
             *seen, was_matching, is_matching = unread.popleft()
-            selector.observe(batch, *seen, was_matching)
+            selector.observe(StepResult(batch, *seen, was_matching))
         num_tokens, seconds = num_tokens + batch + num_right, seconds + took
     return num_tokens / batch / seconds
 
@@ -75,7 +75,7 @@ def test_what_is_prepared_outside_is_tried_in_a_stretch_whatever_may_be_spent() 
     for _ in range(200):
         way = selector.choose(8, True)
         tried.add(way)
-        selector.observe(8, way, 1.0, 1.0, True)
+        selector.observe(StepResult(8, way, 1.0, 1.0, True))
     assert tried | {OFF} == known and COPY in known and Strategy(16.0, 1) not in known
 
 
@@ -116,7 +116,7 @@ def test_what_was_saved_before_much_was_known_is_learned_anew() -> None:
     for one in (other, fewer):
         for _ in range(200):
             strategy = one.choose(8, is_matching=True)
-            one.observe(8, strategy, 1.0 + strategy.drafts_each, 1.0, True)
+            one.observe(StepResult(8, strategy, 1.0 + strategy.drafts_each, 1.0, True))
         assert one.best(8, is_matching=True).drafts_each == 8
 
 
@@ -125,5 +125,5 @@ def test_where_the_best_way_is_none_for_stretches_the_next_best_begins_them() ->
     selector = Selector([OFF, COPY, tree])
     for _ in range(400):
         way = selector.choose(4)
-        selector.observe(4, way, {OFF: 1.0, COPY: 2.0, tree: 4.0}[way], 1.0)
+        selector.observe(StepResult(4, way, {OFF: 1.0, COPY: 2.0, tree: 4.0}[way], 1.0))
     assert selector.best(4) == tree and selector.best(4, True) == COPY

@@ -76,8 +76,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 @pytest.mark.parametrize("rule", ["aimd", "odds"])
 @pytest.mark.parametrize(("device", "seed"), CASES, indirect=["device"])
 def test_kernels_give_out_what_the_plain_rules_do(seed: int, rule: Rule, device: torch.device) -> None:
+    in_interpreter = device.type in module.KERNEL_DEVICES and not GPU  # which takes seconds for each
     given = []
-    for room in (0, 7, 100):
+    for room in (7,) if in_interpreter else (0, 7, 100):
         drafter, state = random_case(seed, rule, device)
         other = copy.deepcopy(state)
         drafter.draft(state, torch.tensor(room, device=device), DraftSizes(state.num_slots))

@@ -187,7 +187,7 @@ def test_prompts_are_computed_in_order_of_arrival_and_in_chunks() -> None:
     bench.submit(make_group("b", 1, 6, 4))
     first, second = bench.step(), bench.step()
     assert (first.allotments, first.samplers) == (((0, 5),), ())
-    assert second.allotments == ((0, 2), (1, 3)) and [sampler.sequence.request.uid for sampler in second.samplers] == [
+    assert second.allotments == ((0, 2), (1, 3)) and [sequence.request.uid for sequence, _, _ in second.samplers] == [
         "a.0"
     ]
 

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_draft_learned import guessing, sharp
 
 from slipstream.config import build_config
 from slipstream.draft import online
-from slipstream.draft.learned import SOURCE
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import load_drafter_state
 from slipstream.draft.selector import Choice, Selector
 from slipstream.draft.shelves import HISTORY, OWN_TEXT, SIBLING
-from slipstream.engine.strategy import DraftCounts, Strategy
+from slipstream.engine.strategy import OFF, Always, DraftCounts, Strategy
 from slipstream.history.format import HistoryStoreError
 from slipstream.history.store import HistoryStore
 from slipstream.observe.store import RunStore
 from slipstream.runtime import tail as tail_module
-from slipstream.runtime.drafting import draft_metrics, settle_source
+from slipstream.runtime.drafting import draft_metrics, draft_with, settle_source
 from slipstream.runtime.local import run_training
-from slipstream.types import ORIGIN_NAMES
+from slipstream.types import MODEL_ORIGIN, ORIGIN_NAMES
 
 PROMPTS, PER_STEP, SAMPLES, EPOCHS = 9, 3, 4, 3
 WORDS = {"wording": "terse", "min_length": 2, "max_length": 3, "max_value": 9}
@@ -220,7 +220,8 @@ def test_the_metrics_of_drafts_by_hand() -> None:
     assert metrics["rollout/spec_accept_length"] == 2.0
     assert metrics["rollout/spec_accept_at_1"] == 1.0 and metrics["rollout/spec_accept_at_2"] == 1.0
     assert metrics["rollout/spec_share_sibling"] == pytest.approx(2 / 6)
-    assert draft_metrics(DraftCounts(), 0.0) == {} and set(ORIGIN_NAMES) == {0, SIBLING, HISTORY, OWN_TEXT, SOURCE}
+    assert draft_metrics(DraftCounts(), 0.0) == {}
+    assert set(ORIGIN_NAMES) == {0, SIBLING, HISTORY, OWN_TEXT, MODEL_ORIGIN}
 
 
 def test_without_a_word_in_the_recipe_a_gpu_drafts_from_history_and_a_cpu_does_not(tmp_path: Path) -> None:
@@ -230,3 +231,19 @@ def test_without_a_word_in_the_recipe_a_gpu_drafts_from_history_and_a_cpu_does_n
     assert settle_source(config, torch.device("cpu")).draft.source == "off"
     asked = build_config(settings(tmp_path, draft={"source": "both"}))
     assert settle_source(asked, torch.device("cpu")).draft.source == "both"
+
+
+class Counting(Always):
+    num_models = 0
+
+    def note_new_model(self) -> None:
+        self.num_models += 1
+
+
+def test_an_engine_with_a_new_drafter_drafts_with_it_and_its_policy_knows() -> None:
+    guesser, engine = guessing("eagle3", OFF)
+    engine.policy = policy = Counting(OFF)
+    weights = sharp("eagle3", 3).state_dict()
+    draft_with(engine, weights.items())
+    assert policy.num_models == 1
+    assert all(torch.equal(value, weights[name]) for name, value in guesser.model.state_dict().items())

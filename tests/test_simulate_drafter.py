@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.draft.selector import MODEL_STRATEGIES, Selector
-from slipstream.engine.strategy import OFF, Strategy
+from slipstream.engine.strategy import OFF, StepResult, Strategy
 from slipstream.rng import keyed_random
 from slipstream.schedule.coordinator import Coordinator
 from slipstream.schedule.events import (
@@ -211,7 +211,7 @@ class Tail:
         num_tokens = [self.sample(worker, uid, strategy) for uid in uids if uid in worker.running]
         if num_tokens:
             each = sum(num_tokens) / len(num_tokens)
-            worker.selector.observe(len(uids), strategy, each, seconds)
+            worker.selector.observe(StepResult(len(uids), strategy, each, seconds))
             if len(uids) <= 2:
                 self.tail_tokens.setdefault(len(self.closed) + 1, []).append(each)
         for uid in [uid for uid in uids if worker.running.get(uid, 0) >= self.lengths[uid]]:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from slipstream.draft.beliefs import Beliefs
 from slipstream.engine.strategy import OFF, Strategy
 
 WINDOW, WINDOW_ROWS, WINDOW_ALONE = 15, 192, 384
@@ -21,20 +22,21 @@ CLEARLY = 1.03
 """So many times faster another way has to be before it takes over; to stop drafting, just faster."""
 FOUND_AFTER = 3
 """Steps of a stretch that have run when the first of them is read."""
-STEP_ERROR, LEAST_ERROR = 1.0, 0.03
+STEP_ERROR, LEAST_ERROR = 1.5, 0.03
 """Of the gain that a trial of one step of one sequence shows, and of the longest trial."""
 FORESEEN_ERROR, FURTHER_ERROR = 0.1, 0.3
 """Of the gain that follows from what the best way gives, before any trial: with fewer drafts than it makes, and with
 more, of which it shows nothing but how the first ones fare."""
-DRIFT = 1e-6
-"""Variance of a gain that comes with each step: texts change, and drafters learn."""
+DRIFT, TEXTS_DRIFT = 1e-6, 1.5e-6
+"""Variance of gains that comes with each step, of each alone and of all together: drafters learn, and texts change."""
 TEXTS = 0.15
 """Standard deviation of what the texts of one moment make drafts worth, against those of another."""
-DOUBT, LEAST_DOUBT = 0.2, 0.03
-"""Standard error of what drafts of any way are worth, since texts change: once they have, and at least, while there are
-drafts."""
+DOUBT = 0.3
+"""Standard error of what drafts of any way are worth, once texts have changed."""
 SURPRISE = 2.0
 """Texts have changed where a way gives so many standard errors less than it should."""
+ASKED, ASKED_ROWS = 32, 32
+"""Steps of ways that ask a model, the last ones, which show how often it is right; sequences in them, at least."""
 SEEN_STEPS = 4000
 """Steps after which what stretches of repeated text brought is half forgotten."""
 MANY_DRAFTS, FEW_ROWS = 8, 32
@@ -68,17 +70,6 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Gain:
-    """Tokens a second against those of other ways, in units that all share: by all trials, the last ones most."""
-
-    mean: float
-    variance: float
-    """Of the logarithm of the mean, at the time of the last trial."""
-    at: int
-    """The step of that."""
-
-
-@dataclass(slots=True)
 class Bucket:
     """What is known of one size of batch, in stretches of repeated text or outside.
 
@@ -98,10 +89,17 @@ class Bucket:
     """Outside only."""
     right: dict[Strategy, deque[float]] = field(default_factory=dict)
     """By way: right drafts a sequence in each step of its last trial; of the best one, in its last steps."""
-    gains: dict[Strategy, Gain] = field(default_factory=dict)
+    of_model: deque[tuple[int, float]] = field(default_factory=deque)
+    """Sequences of the last steps outside of stretches that asked a model, and its right drafts, in all; stretches have
+    the same, since few of their drafts are a model's."""
+    beliefs: Beliefs = field(default_factory=Beliefs)
     """Of ways that were tried."""
+    aged_at: int = 0
+    """The step up to which doubt of them has grown."""
     costs: dict[Strategy, float] = field(default_factory=dict)
     """By way: the time of a step, in units that all ways share."""
+    costs_outside: dict[Strategy, float] = field(default_factory=dict)
+    """In stretches: those of ways as measured elsewhere, for ways that were never tried in one."""
     unit_s: float = 0.0
     """Seconds of a unit now."""
     best: Strategy = OFF
@@ -115,6 +113,14 @@ class Bucket:
     """Tokens a sequence, and seconds."""
     tried_at: dict[Strategy, int] = field(default_factory=dict)
     """By way: the step of its last trial."""
+    beaten: set[Strategy] = field(default_factory=set)
+    """Ways with a model that is hardly ever right, as of the last look."""
+    has_no_use_for_model: bool = False
+    """Whether these are all that ask one and are not hopeless."""
+    asked_at: int = 0
+    """The last step that asked one."""
+    asked_model: int = 0
+    """Which it asked."""
     left_out: set[Strategy] = field(default_factory=set)
     """Ways that could not win when their turn came; for the record, they are looked at again."""
     num_steps: int = 0
@@ -125,8 +131,6 @@ class Bucket:
     prepared_s: float = 0.0
     """Spent on making steps with drafts ready, which on a GPU are graphs."""
     since_trial: int = 0
-    doubt: float = 0.0
-    """Variance that the gains of all ways against none have in common."""
     again_after: int = 0
     """Steps until drafts that were given up are tried again."""
     contender: Strategy | None = None
@@ -137,8 +141,42 @@ class Bucket:
         return [
             way
             for way in self.ways
-            if way not in self.costs and way.drafts_each <= most and self.hope(way) >= HOPELESS_AT_BEST
+            if way not in self.costs
+            and way.drafts_each <= most
+            and not self.is_beaten(way)
+            and self.hope(way) >= HOPELESS_AT_BEST
         ]
+
+    def without_model(self) -> Strategy:
+        """The best way that asks none."""
+        return max((way for way in self.beliefs if not way.depth), key=self.beliefs.gain)
+
+    def is_beaten(self, way: Strategy) -> bool:
+        """Whether a model is so seldom right that a way which asks it cannot keep up with those that do not, whatever
+        is found in texts: its copies give no more than the best way gives in the time of as many copies alone. Each
+        step shows that, where a comparison takes dozens. No draft is right more often than the first one, and one more
+        of them counts as right."""
+        if not way.depth:
+            return False
+        num_rows = sum(rows for rows, _ in self.of_model)
+        costs = self.costs if way in self.costs or not self.costs_outside else self.costs_outside
+        of_shallower = [cost for one, cost in costs.items() if 0 < one.depth <= way.depth]
+        if num_rows < ASKED_ROWS or not of_shallower:
+            return False
+        first = (sum(right for _, right in self.of_model) + 1) / num_rows
+        alone = [cost for one, cost in costs.items() if not one.depth and one.drafts_each == way.drafts_each]
+        of_copies = max(alone) if alone else costs.get(self.without_model(), 1.0)
+        least = of_copies + first * way.depth * way.branches
+        return least < HOPELESS_AT_BEST * costs.get(way, min(of_shallower))
+
+    def look_again(self) -> list[Strategy]:
+        """Which ways are beaten by now; those that are so no longer may be anything: their model has learned. What is
+        left to be tried."""
+        beaten, untried = set(filter(self.is_beaten, self.ways)), self.untried()
+        self.beliefs.doubt_each(FURTHER_ERROR**2, [*(self.beaten - beaten)])
+        self.beaten = beaten
+        self.has_no_use_for_model = not any(way.depth for way in (*(self.costs.keys() - beaten), *untried))
+        return untried
 
     def hope(self, way: Strategy) -> float:
         """The rate that a way may have at best, against that of the best way, by those of its kind with fewer drafts:
@@ -176,49 +214,37 @@ class Bucket:
         return self.tokens(way) / (self.costs[way] * self.unit_s)
 
     def gain(self, way: Strategy, errors: float = 0.0) -> float:
-        """Against the best way; with so many standard errors more, which grow as it is not tried."""
-        doubt = self._doubt() if OFF in (way, self.best) else 0.0
-        variance = doubt + sum(map(self._variance, {way, self.best} - {OFF}))
-        return self.gains[way].mean / self.gains[self.best].mean * math.exp(errors * math.sqrt(variance))
+        """Against the best way; with so many standard errors more, which grow as time goes by."""
+        self._age_beliefs()
+        return self.beliefs.gain(way, self.best, errors)
 
     def weigh(self, way: Strategy, other: Strategy) -> None:
-        """One against another, by their last steps. What was not expected is due to each as far as it was not known,
-        and against none also to the texts of the moment, which drafts of all ways have in common."""
+        """One against another, by their last steps; against none, the texts of the moment have their share in it."""
         if way == OFF:
             way, other = other, way
-        self.gains.setdefault(OFF, Gain(1.0, 0.0, 0))
         if way == OFF:
             return
-        ratio = self.rate(way) / self.rate(other)
+        self._age_beliefs()
+        gain = self.rate(way) / self.rate(other)
         # Not by how far steps differed: where texts are repeated they differ most, and would count least.
         num_rows = [self.size * len(self.right[one]) for one in (way, other) if one != OFF]
-        error = LEAST_ERROR**2 + sum(STEP_ERROR**2 / rows for rows in num_rows) + (TEXTS**2 if other == OFF else 0.0)
-        known = self.gains.get(way) or self._foreseen_gain(way, other)
-        self.gains[way] = known or Gain(self.gains[other].mean * ratio, error, self.num_steps)
-        if known is None:
-            return
-        variances = {one: self._variance(one) for one in (way, other) if one != OFF}
-        doubt = self._doubt() if other == OFF else 0.0
-        expected = sum(variances.values()) + doubt + error
-        surprise = math.log(ratio * self.gains[other].mean / self.gains[way].mean)
-        if other == OFF and surprise < -SURPRISE * math.sqrt(expected):
-            self.doubt = max(self.doubt, DOUBT**2)
-            expected, doubt = expected - doubt + self.doubt, self.doubt
-        share = surprise / expected
-        for one, variance in variances.items():
-            mean = self.gains[one].mean * math.exp((share if one == way else -share) * variance)
-            self.gains[one] = Gain(mean, (1 - variance / expected) * variance, self.num_steps)
+        variance = LEAST_ERROR**2 + sum(STEP_ERROR**2 / rows for rows in num_rows) + (TEXTS**2 if other == OFF else 0.0)
+        if way not in self.beliefs:
+            foreseen = self._foreseen_gain(way, other)
+            self.beliefs.add(way, other, *(foreseen or (gain, variance)))
+            if foreseen is None:
+                return
         if other == OFF:
-            for one in self.gains.keys() - {OFF}:
-                self.gains[one].mean *= math.exp(share * doubt)
-            self.doubt *= 1 - doubt / expected
+            expected = self.beliefs.variance(way) + variance
+            if math.log(gain / self.beliefs.gain(way)) < -SURPRISE * math.sqrt(expected):
+                self.beliefs.doubt_all(DOUBT**2)
+        self.beliefs.compare(way, other, gain, variance)
 
-    def _variance(self, way: Strategy) -> float:
-        """By now."""
-        return self.gains[way].variance + DRIFT * (self.num_steps - self.gains[way].at)
-
-    def _doubt(self) -> float:
-        return self.doubt if self.best == OFF else max(self.doubt, LEAST_DOUBT**2)
+    def _age_beliefs(self) -> None:
+        num_steps, self.aged_at = self.num_steps - self.aged_at, self.num_steps
+        if num_steps:
+            self.beliefs.doubt_each(DRIFT * num_steps)
+            self.beliefs.doubt_all(TEXTS_DRIFT * num_steps)
 
     def foreseen(self, way: Strategy) -> float | None:
         """Tokens a step, if it only makes more drafts than the best way or fewer, in a chain: of a sequence alone each
@@ -236,14 +262,13 @@ class Bucket:
         further = sum(odds**index for index in range(1, int(way.drafts_each - most) + 1))
         return 1.0 + statistics.fmean(right) + num_full / len(right) * further
 
-    def _foreseen_gain(self, way: Strategy, other: Strategy) -> Gain | None:
-        tokens = self.foreseen(way) if other == self.best and other in self.gains else None
+    def _foreseen_gain(self, way: Strategy, other: Strategy) -> tuple[float, float] | None:
+        """Against the other, and the variance of its logarithm."""
+        tokens = self.foreseen(way) if other == self.best else None
         if tokens is None:
             return None
-        best = self.gains[other].mean
-        ratio = tokens / self.tokens(other) * self.costs[other] / self.costs[way]
         error = FORESEEN_ERROR if way.drafts_each <= other.drafts_each else FURTHER_ERROR
-        return Gain(best * ratio, error**2, self.num_steps)
+        return tokens / self.tokens(other) * self.costs[other] / self.costs[way], error**2
 
     def follow_best(self, tokens: float, seconds: float) -> None:
         """A step of the best way gave a sequence so many. How long it took says more about the way at first, whose
@@ -276,12 +301,12 @@ class Bucket:
         take as long here."""
         best = outside.best
         if best not in self.ways:
-            best = max((way for way in outside.gains if way in self.ways), key=outside.gain, default=OFF)
+            best = max((way for way in outside.beliefs if way in self.ways), key=outside.gain, default=OFF)
         for way in (OFF, best):
             if way in outside.costs:
                 self.costs[way] = outside.costs[way]
                 self.right[way] = deque(list(outside.right[way])[-FOUND_AFTER:], maxlen=self.window)
-        self.unit_s = outside.unit_s
+        self.unit_s, self.costs_outside = outside.unit_s, outside.costs
         for way in self.costs:
             self.weigh(way, OFF)
         if best in self.costs:
@@ -297,7 +322,8 @@ class Bucket:
     def give_up(self) -> None:
         """Drafts, which texts may soon be worth again."""
         self.take(OFF)
-        self.doubt, self.again_after = DOUBT**2, self.window
+        self.beliefs.doubt_all(DOUBT**2)
+        self.again_after = self.window
 
 
 def tokens_at_best(right: Sequence[float], way: Strategy, batch: int) -> float:

@@ -228,6 +228,10 @@ class Features:
         assert all(one is not None for one in caught), "no forward of the target came before"
         return torch.cat([one for one in caught if one is not None], -1)
 
+    def drop(self) -> None:
+        """Those of the last forward: a graph's memory is not held by what nobody reads."""
+        self._caught = [None] * len(self._caught)
+
     def release(self) -> None:
         for hook in self._hooks:
             hook.remove()

@@ -26,7 +26,7 @@ from slipstream.draft.shelves import ALIGNMENT, MAX_MATCH, NO_TEXT, Shelving, Te
 from slipstream.engine.packing import DraftSizes
 from slipstream.engine.sequences import StepPlan
 from slipstream.engine.state import StepState
-from slipstream.engine.strategy import Strategy
+from slipstream.engine.strategy import Feeding, Strategy
 from slipstream.engine.trees import KeptPath
 from slipstream.models.cached import KVPages, PackedRows
 from slipstream.rng import MASK32
@@ -198,13 +198,9 @@ class HistoryDrafter:
         )
         return found_S
 
-    def learn(self, state: StepState, rows: PackedRows, kept: KeptPath | None, *, is_fed: bool) -> None:
-        if self.guesser is not None and kept is not None:
-            self.guesser.take_in_path(state, rows, kept)
-        elif self.guesser is not None and is_fed:
-            self.guesser.take_in(state, rows)
-        elif self.guesser is not None:
-            self.guesser.remember(state, rows)
+    def learn(self, state: StepState, rows: PackedRows, kept: KeptPath | None, feeding: Feeding) -> None:
+        if self.guesser is not None:
+            self.guesser.learn(state, rows, kept, feeding)
         self.learn_texts(state)
 
     def learn_texts(self, state: StepState) -> None:

@@ -23,13 +23,12 @@ from slipstream.draft.fast_eagle import FastDraft
 from slipstream.engine.packing import DraftSizes, sampling_rows
 from slipstream.engine.sampling import sample_rows
 from slipstream.engine.state import StepState
+from slipstream.engine.strategy import Feeding
 from slipstream.engine.trees import KeptPath
 from slipstream.models.cached import KVPages, PackedRows
 from slipstream.models.packed import head_logits
 from slipstream.models.weights import after_writing, cast_weights, write_weights
-
-SOURCE = 4
-"""Of `types.ORIGIN_NAMES`."""
+from slipstream.types import MODEL_ORIGIN
 
 
 class ModelGuesser:
@@ -58,14 +57,20 @@ class ModelGuesser:
         """New weights, in place: graphs stay valid."""
         write_weights(self.model, weights)
 
-    def remember(self, state: StepState, rows: PackedRows) -> None:
-        """After a step that no drafts of the model follow: keys of what it ran, for later."""
-        hidden_TD = self._fast.fuse(self._features.take())
-        self._fast.remember(_followers(state, rows), hidden_TD, rows)
-        self.ready_S.zero_()
+    def learn(self, state: StepState, rows: PackedRows, kept: KeptPath | None, feeding: Feeding) -> None:
+        """After a step: what it ran, with what came of it; of a step of trees, what was kept."""
+        if kept is not None:
+            self._take_in_path(state, rows, kept)
+        elif feeding == Feeding.ALL:
+            self._take_in(state, rows)
+        else:
+            if feeding == Feeding.KEYS:
+                self._fast.remember(_followers(state, rows), self._fast.fuse(self._features.take()), rows)
+            else:
+                self._features.drop()
+            self.ready_S.zero_()
 
-    def take_in(self, state: StepState, rows: PackedRows) -> None:
-        """After a step: what it ran, with what came of it."""
+    def _take_in(self, state: StepState, rows: PackedRows) -> None:
         hidden_TD, normed_TD = self.forward(_followers(state, rows), self._fast.fuse(self._features.take()), rows)
         first_R = rows.length_R - rows.start_R1.diff()
         at_R = state["known"][rows.slot_R] - 2 - first_R
@@ -73,8 +78,7 @@ class ModelGuesser:
         place_R = (rows.start_R1[:-1] + at_R.clamp(min=0)).clamp(max=len(hidden_TD) - 1).long()
         self._keep(rows.slot_R.long(), hidden_TD[place_R], normed_TD[place_R], here_R)
 
-    def take_in_path(self, state: StepState, rows: PackedRows, kept: KeptPath) -> None:
-        """After a step of trees: what was kept of it."""
+    def _take_in_path(self, state: StepState, rows: PackedRows, kept: KeptPath) -> None:
         hidden_TD = self._fast.fuse(self._features.take()[kept.at_T])
         hidden_TD, normed_TD = self.forward(_followers(state, kept.rows), hidden_TD, kept.rows)
         num_rows = len(kept.count_R)
@@ -104,7 +108,7 @@ class ModelGuesser:
                 chain = PackedRows(slot_R, position_R, slot_R, start_R1, (position_R + 1).int(), state["table"])
                 hidden_RD, normed_RD = self.forward(drafts[-1], hidden_RD, chain)
         state["drafts"][slot_R, : sizes.depth] = torch.stack(drafts, 1).int()
-        state["sources"].index_fill_(0, slot_R, SOURCE)
+        state["sources"].index_fill_(0, slot_R, MODEL_ORIGIN)
         return torch.where(wanted_S, width_S.clamp(max=sizes.depth), found_S)
 
     def guess_trees(self, state: StepState, width_S: Tensor, found_S: Tensor, sizes: DraftSizes) -> Tensor:
@@ -116,7 +120,7 @@ class ModelGuesser:
         num = growth.tokens_RC.shape[1]
         for name, values in (("drafts", growth.tokens_RC), ("parents", growth.parents_RC)):
             state[name][slot_R, :num] = values.int()
-        state["sources"].index_fill_(0, slot_R, SOURCE)
+        state["sources"].index_fill_(0, slot_R, MODEL_ORIGIN)
         return torch.where(wanted_S, width_S.clamp(max=num), found_S)
 
     def _askers(self, state: StepState, width_S: Tensor, found_S: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

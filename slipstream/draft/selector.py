@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from slipstream.draft.bucket import (
+    ASKED,
     CLEARLY,
     FEW_ROWS,
     HOPELESS_AT_BEST,
@@ -27,16 +28,15 @@ from slipstream.draft.bucket import (
     WINDOW_ALONE,
     WINDOW_ROWS,
     Bucket,
-    Gain,
     Seen,
     tokens_at_best,
 )
-from slipstream.engine.strategy import MATCHING, OFF, Strategy
+from slipstream.engine.strategy import MATCHING, OFF, Feeding, StepResult, Strategy
 
 FIRST_TRIAL, FIRST_TRIAL_ROWS = 6, 64
 """Steps in a row that count at the first trial of a way."""
-TRIAL, TRIAL_ROWS, BETWEEN_TRIALS = 5, 32, 150
-"""Afterwards: steps of a way that is not the best, and the least number of steps between two such trials."""
+TRIAL, TRIAL_ROWS, BETWEEN_TRIALS = 5, 32, 15
+"""Afterwards: steps of a way that is not the best, and how many times as many are between two such trials at least."""
 AFTER_ROWS, AT_ONCE = 128, 1.15
 """Steps and sequences of the best way that another is compared with after its trial, as with those before, since texts
 may have been easier just then, or harder; unless it is so many times better."""
@@ -46,10 +46,16 @@ TRIAL_COST = 0.005
 """Of all steps: the slower a way was, the longer it waits for its next trial, so that trials cost no more than this."""
 MOST_BETWEEN = 500
 """Steps in which one way is tried again, bad as all may have been: a drafter learns."""
+ASK_AGAIN, ASK_OTHER = 1000, 250
+"""Steps after which a model that was hardly ever right is asked again; and one that has other weights since."""
+FED_BEFORE = 32
+"""Steps before that in which it is told what was said, after it was told nothing."""
 LEAST_LOSS = 0.25
 """Steps that any trial may lose."""
 OUTDATED = 3
 """Times as much may a trial cost of a way that has not been tried since the best way changed."""
+SURE = 0.25
+"""With so many standard errors less than is believed of it, a way must still be clearly better to take over."""
 HOPELESS = 0.85
 """A trial ends early when its way gives less than so many times the tokens of the best."""
 PREPARING, FIRST_SHARE = 0.03, 3.0
@@ -106,6 +112,10 @@ class Selector:
         self._strategies, self._has_price, self._preparing = tuple(strategies), has_price, preparing
         self._buckets: dict[tuple[int, bool], Bucket] = {}
         """By the most sequences that count as this size, and whether texts repeat others."""
+        self._of_model: dict[int, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=ASKED))
+        """By size: how many were in each of the last steps that asked a model, and how many drafts of it were right."""
+        self._model = 0
+        """Which model it is that drafts: they are counted."""
         self.choices: list[Choice] = []
         """Every change of the best way since they were last taken, in order."""
         self.saved_s = 0.0
@@ -118,8 +128,19 @@ class Selector:
             self._consider_trial(bucket, max(1, batch))
         return bucket.trial or bucket.best
 
+    def feed(self, batch: int) -> Feeding:
+        """What a learned drafter gets of a step of so many sequences that does not ask it: nothing while it is of no
+        use, but for a while before it is asked again, so that it knows what was said last."""
+        bucket = self._bucket(batch)
+        if not bucket.has_no_use_for_model or (bucket.contender is not None and bucket.contender.depth):
+            return Feeding.KEYS
+        wait = max(self._wait_to_ask(bucket), _between_trials(batch) - bucket.since_trial)
+        return Feeding.KEYS if bucket.beaten and wait <= FED_BEFORE else Feeding.NOTHING
+
     def _consider_trial(self, bucket: Bucket, batch: int) -> None:
-        untried = bucket.untried()
+        had_no_use = bucket.has_no_use_for_model
+        # A model that was told nothing is first told what is said, until the next look.
+        untried = [way for way in bucket.look_again() if not (had_no_use and way.depth)]
         # Steps in stretches have the sizes of those outside, whose graphs are there.
         prepared = self._bucket(bucket.size).costs if bucket.is_matching else {}
         ready = [way for way in untried if way in prepared]
@@ -129,18 +150,26 @@ class Selector:
                 bucket.trial = self._likeliest(bucket, ready or untried) if bucket.costs else OFF
                 bucket.trial_length = max(FIRST_TRIAL, FIRST_TRIAL_ROWS // batch)
             return
-        others = [way for way in bucket.costs if way != bucket.best]
-        length = max(TRIAL, TRIAL_ROWS // batch)
+        others = [way for way in bucket.costs if way != bucket.best and way not in bucket.beaten]
+        length, between = _trial_length(batch), _between_trials(batch)
         promising = max(others, key=bucket.gain, default=bucket.best)
         if bucket.since_trial and bucket.gain(promising) > CLEARLY:
             # Better by what is known, if not for certain.
             bucket.trial, bucket.trial_length = promising, length
             return
-        if bucket.best == OFF and 0 < bucket.again_after < BETWEEN_TRIALS and bucket.since_trial >= bucket.again_after:
+        was_given_up = bucket.best == OFF and 0 < bucket.again_after < between
+        if others and was_given_up and bucket.since_trial >= bucket.again_after:
             # Given up a moment ago: hard texts may have been few.
             bucket.trial, bucket.trial_length, bucket.again_after = promising, length, 2 * bucket.again_after
             return
-        if not others or bucket.since_trial < BETWEEN_TRIALS:
+        if bucket.since_trial < between:
+            return
+        beaten = bucket.beaten & bucket.costs.keys()
+        if beaten and not bucket.is_matching and self._wait_to_ask(bucket) <= 0:
+            bucket.trial = max(beaten, key=bucket.gain)
+            bucket.trial_length = length
+            return
+        if not others:
             return
         # Steps that a trial loses, if the way is as good as it may be by what is known: one that looked bad by chance
         # is soon tried again. Those that lose little have more trials, so that all together cost what they may.
@@ -154,11 +183,20 @@ class Selector:
             # What was tried against another best way, on the texts of that time, says less.
             trial_cost = TRIAL_COST if tried_at > bucket.taken_at else OUTDATED * TRIAL_COST
             wait = min(MOST_BETWEEN * len(others), losses[way] ** 2 * shares / trial_cost)
-            return (bucket.num_steps - tried_at) / max(BETWEEN_TRIALS, wait)
+            return (bucket.num_steps - tried_at) / max(between, wait)
 
         way = max(others, key=lambda one: (is_due(one), hopes[one]))
         if is_due(way) >= 1:
             bucket.trial, bucket.trial_length = way, length
+
+    def _wait_to_ask(self, bucket: Bucket) -> int:
+        """Steps until a model that was hardly ever right is asked again."""
+        steps = ASK_AGAIN if bucket.asked_model == self._model else ASK_OTHER
+        return bucket.asked_at + steps - bucket.num_steps
+
+    def note_new_model(self) -> None:
+        """The learned drafter has other weights from now on."""
+        self._model += 1
 
     def _likeliest(self, bucket: Bucket, untried: Sequence[Strategy]) -> Strategy:
         """To be the best: what is best for twice or half as many sequences; else there is an order, from few drafts to
@@ -182,14 +220,18 @@ class Selector:
         bucket = self._bucket(batch, is_matching)
         bucket.prepared_s += min(seconds, COMPILING_STEPS * bucket.unit_s)
 
-    def observe(
-        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
-    ) -> None:
-        """A step of `batch` sequences and nothing else gave each so many tokens on average, in `seconds`."""
+    def observe(self, step: StepResult) -> None:
+        """A step that only decoded."""
+        batch, strategy, is_matching = step.batch, step.strategy, step.is_matching
+        tokens_each, seconds = step.tokens_each, step.seconds
         bucket = self._bucket(batch, is_matching)
         if strategy not in bucket.ways:
             return  # chosen for fewer sequences than were then seated
         bucket.ran_s += seconds
+        if step.of_model is not None and not is_matching:
+            if bucket.trial != strategy or bucket.trial_steps:  # before the first of a trial it was not ready
+                self._of_model[bucket.size].append((batch, batch * step.of_model))
+            bucket.asked_at, bucket.asked_model = bucket.num_steps, self._model
         if OFF in bucket.costs and strategy != OFF:
             saved_s = tokens_each / bucket.plain_rate(OFF) - seconds
             self.saved_s, bucket.saved_s = self.saved_s + saved_s, bucket.saved_s + saved_s
@@ -250,7 +292,7 @@ class Selector:
                 "seen": astuple(bucket.seen),
                 "unit_s": bucket.unit_s,
                 "ways": [[*astuple(way), cost, list(bucket.right[way])] for way, cost in bucket.costs.items()],
-                "gains": [[*astuple(way), gain.mean, gain.variance] for way, gain in bucket.gains.items()],
+                "beliefs": bucket.beliefs.state_dict(),
             }
             for (size, is_matching), bucket in self._buckets.items()
         }
@@ -269,13 +311,16 @@ class Selector:
                     bucket.costs[way], bucket.right[way] = cost, deque(right, maxlen=bucket.window)
             best = Strategy(*saved["best"])
             if OFF in bucket.costs:  # else hardly anything was known
-                for way in bucket.costs:  # by its last trial, if that is all there is
-                    bucket.weigh(way, OFF)
-                for *numbers, mean, variance in saved.get("gains", ()):
-                    if Strategy(*numbers) in bucket.gains:
-                        bucket.gains[Strategy(*numbers)] = Gain(mean, variance, bucket.num_steps)
+                if "beliefs" in saved:
+                    bucket.beliefs.load_state_dict(saved["beliefs"], list(bucket.costs))
+                else:  # of an earlier version: by its last trial
+                    for way in bucket.costs:
+                        bucket.weigh(way, OFF)
                 bucket.take(best if best in bucket.costs else OFF)
                 self._buckets[bucket.size, bucket.is_matching] = bucket
+        for bucket in list(self._buckets.values()):
+            if bucket.is_matching:
+                bucket.costs_outside = self._bucket(bucket.size).costs
 
     def _bucket(self, batch: int, is_matching: bool = False) -> Bucket:
         size = size_of(batch)
@@ -299,7 +344,10 @@ class Selector:
             and not (is_matching and (way.branches > 1 or (size == 1 and way.depth)))
         ]
         window = WINDOW_ALONE if size == 1 else max(WINDOW, WINDOW_ROWS // size)
-        return Bucket(ways, size, is_matching, window)
+        has_model = any(way.depth for way in ways)
+        return Bucket(
+            ways, size, is_matching, window, of_model=self._of_model[size], has_no_use_for_model=not has_model
+        )
 
     def _settle(self, batch: int, bucket: Bucket, way: Strategy) -> None:
         """Between the best way and another, which has just been tried and must be faster at worst."""
@@ -308,7 +356,9 @@ class Selector:
         if way not in bucket.costs:
             return
         bucket.weigh(way, bucket.best)
-        if way != bucket.best and (bucket.gain(OFF) > 1.0 if way == OFF else bucket.gain(way, errors=-0.5) > CLEARLY):
+        if way == bucket.best or bucket.is_beaten(way):
+            return
+        if bucket.gain(OFF) > 1.0 if way == OFF else bucket.gain(way, errors=-SURE) > CLEARLY:
             reason = f"{way} gives {bucket.gain(way):.2f} times the tokens of {bucket.best}"
             self.choices.append(Choice(batch, way, reason, bucket.is_matching))
             bucket.take(way)
@@ -317,6 +367,12 @@ class Selector:
         """Texts may have changed, but not what no drafts give. A quiet while is no reason to stop looking for stretches
         that have paid so far, unless it is dear."""
         if bucket.best == OFF:
+            return
+        if bucket.is_beaten(bucket.best):
+            way = bucket.without_model()
+            reason = f"{way} costs less than {bucket.best}, whose model is hardly ever right"
+            self.choices.append(Choice(batch, way, reason, bucket.is_matching))
+            bucket.take(way)
             return
         bucket.weigh(bucket.best, OFF)
         if bucket.gain(OFF) > 1.0:
@@ -330,6 +386,14 @@ class Selector:
                 bucket.left_out.add(way)
                 reason = f"{way} is not tried: {bucket.hope(way):.2f} times the tokens of this at best"
                 self.choices.append(Choice(batch, bucket.best, reason, bucket.is_matching))
+
+
+def _trial_length(batch: int) -> int:
+    return max(TRIAL, TRIAL_ROWS // max(1, batch))
+
+
+def _between_trials(batch: int) -> int:
+    return BETWEEN_TRIALS * _trial_length(batch)
 
 
 def size_of(batch: int) -> int:

@@ -176,9 +176,9 @@ class Batcher:
         while shares and not (drafts := self._grow_all(shares, drafts_each, entries)):
             shares = self._share_out()  # all who had a share were preempted: it is the others' turn
         shares = {sequence: shares[sequence] for sequence in drafts}
-        samplers = []
+        samplers: list[Sampler] = []
         allotted: dict[int, int] = {}
-        with_cuts = False
+        with_cuts, most_drafts = False, 0
         for sequence, tokens in shares.items():
             num_drafts = drafts[sequence]
             sequence.num_launched += tokens
@@ -186,13 +186,14 @@ class Batcher:
             if sequence.num_launched == sequence.num_known:
                 sequence.num_unread += 1
                 sequence.num_hoped += num_drafts
-                samplers.append(Sampler(sequence, sequence.seat, num_drafts))
-                with_cuts |= sequence.request.sampling.cuts_tail
+                most_drafts += num_drafts
+                samplers.append((sequence, sequence.seat, num_drafts))
+                with_cuts |= sequence.cuts_tail
         changed = [(slot, tokens) for slot, tokens in allotted.items() if tokens != self._allotted.get(slot)]
         changed += [(slot, 0) for slot in self._allotted if slot not in allotted]
         self._allotted = allotted
         vacated, self._vacated = self._vacated, []
-        num_drafts = min(max_drafts, sum(sampler.num_drafts for sampler in samplers))
+        num_drafts = min(max_drafts, most_drafts)
         return StepPlan(
             vacated=tuple(vacated),
             copies=tuple(copies),
@@ -211,6 +212,7 @@ class Batcher:
     ) -> list[Rollout]:
         """Take in what slots sampled, and where from if drafts are in use; give back what has ended."""
         finished: list[Rollout] = []
+        stop_texts = self._stop_texts
         for sequence, seat, num_drafts in plan.samplers:
             if sequence.seat != seat:
                 continue  # taken out meanwhile: the tokens will be computed again
@@ -225,8 +227,8 @@ class Batcher:
             self.num_sampled += len(new)
             if sequence.first_version < 0:
                 sequence.first_version = version
-            if sequence.request.sampling.stop:
-                self._look_for_stop_text(sequence, len(new))
+            if stop_texts is not None and sequence.request.sampling.stop:
+                self._look_for_stop_text(stop_texts, sequence, len(new))
             reason = sequence.finish_reason
             if reason is not None:
                 self._release(sequence)
@@ -234,11 +236,10 @@ class Batcher:
                 finished.append(sequence.ended(reason, version))
         return finished
 
-    def _look_for_stop_text(self, sequence: Running, num_new: int) -> None:
+    def _look_for_stop_text(self, stop_texts: StopTexts, sequence: Running, num_new: int) -> None:
         """What was sampled beyond the end of a stop text is dropped; the device is told, which does not know of it."""
-        assert self._stop_texts is not None, "a request with stop texts was let in"
         stops = sequence.request.sampling.stop
-        end = self._stop_texts.end_of(sequence.token_ids, len(sequence.token_ids) - num_new, stops)
+        end = stop_texts.end_of(sequence.token_ids, len(sequence.token_ids) - num_new, stops)
         if end is not None:
             self.num_sampled -= len(sequence.token_ids) - end
             del sequence.token_ids[end:], sequence.logprobs[end:], sequence.origins[end:]
@@ -378,8 +379,10 @@ class Batcher:
             num_drafts = 0
             if drafts_each and tokens == 1 and sequence.num_due == 1:
                 # Only for one who decodes, not beyond the last token it may sample, and never at another's cost.
-                num_drafts = max(0, min(drafts_each, sequence.max_keys - hoped))
-                if hoped + num_drafts > room + self.pool.num_free * page_tokens:
+                num_drafts = sequence.max_keys - hoped
+                if num_drafts > drafts_each:
+                    num_drafts = drafts_each
+                if num_drafts < 0 or hoped + num_drafts > room + self.pool.num_free * page_tokens:
                     num_drafts = 0
             drafts[sequence] = num_drafts
             hoped += num_drafts

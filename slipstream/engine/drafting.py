@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from slipstream.engine.packing import DraftSizes
 from slipstream.engine.sequences import StepPlan
 from slipstream.engine.state import StepState
-from slipstream.engine.strategy import Strategy
+from slipstream.engine.strategy import Feeding, Strategy
 from slipstream.engine.trees import KeptPath
 from slipstream.models.cached import KVPages, PackedRows
 from slipstream.types import Request
@@ -39,9 +39,9 @@ class Drafter(Protocol):
         At most `room` drafts of all slots together, a number on the device, and none beyond what is `allotted`.
         """
 
-    def learn(self, state: StepState, rows: PackedRows, kept: KeptPath | None, *, is_fed: bool) -> None:
+    def learn(self, state: StepState, rows: PackedRows, kept: KeptPath | None, feeding: Feeding) -> None:
         """Look at the report of the step that has just been committed, which ran these rows; and in a step of trees
-        kept these of them. `is_fed`: drafts of a model may be asked for in the next step."""
+        kept these of them. `feeding`: what a model that drafts gets of it."""
 
     def tune(self, strategy: Strategy) -> None:
         """On the host, before the step is launched."""

@@ -37,8 +37,10 @@ from slipstream.engine.strategy import (
     Demand,
     DraftCounts,
     DraftPolicy,
+    Feeding,
     StepDrafts,
     are_matching,
+    result_of,
 )
 from slipstream.models.cached import KVPages
 from slipstream.models.precision import check_batch_invariance, use_batch_invariant_products
@@ -115,7 +117,7 @@ class Engine:
         self.drafter, self.policy = drafter, policy
         if drafter is not None:
             drafter.attach(model, self._pages, max_length)
-        self._demand, self._are_matching, self._is_fed = Demand(), False, False
+        self._demand, self._are_matching, self._feeding = Demand(), False, Feeding.NOTHING
         self._last_done: torch.cuda.Event | float | None = None
         """When the step before the next one to be read was done, if nothing came between."""
         self._min_rows = 1 if self.fusion is not None and self.fusion.any_height else MIN_STEP_TOKENS
@@ -290,9 +292,12 @@ class Engine:
     def _decide_drafts(self) -> StepDrafts:
         batch, is_matching = max(1, self._batcher.num_running), self._are_matching
         strategy = OFF if self.policy is None else self.policy.choose(batch, is_matching)
-        # Who was asked before a stretch of repeated text is asked after it, which may be any moment.
-        self._is_fed = strategy.depth > 0 or (is_matching and self._is_fed)
-        return StepDrafts(batch, is_matching, strategy, self._demand.room(strategy, batch), self._is_fed)
+        if strategy.depth:
+            self._feeding = Feeding.ALL
+        elif self.policy is not None and not is_matching:
+            # Who was asked before a stretch of repeated text is asked after it, which may be any moment.
+            self._feeding = self.policy.feed(batch)
+        return StepDrafts(batch, is_matching, strategy, self._demand.room(strategy, batch), self._feeding)
 
     def _launch(self, plan: StepPlan, drafts: StepDrafts) -> None:
         """Tell the device what changes and start the step; returns before a GPU is done with it."""
@@ -369,28 +374,26 @@ class Engine:
             with_drafts=plan.num_drafts > 0,
             with_cuts=plan.with_cuts,
             tree_depth=strategy.depth if branches > 1 else 0,
-            is_fed=drafts.is_fed,
+            feeding=drafts.feeding,
         )
         if not plan.num_drafts:
             return [Launch(None, step)]
         drafting = DraftSizes(num_askers, strategy.depth, branches, strategy.min_match > 0)
         return [Launch(drafting, None), Launch(None, step)] if strategy.depth else [Launch(drafting, step)]
 
-    def _tell_policy(self, launched: Launched, num_tokens: Sequence[int]) -> None:
+    def _tell_policy(self, launched: Launched, origins: Sequence[Sequence[int]]) -> None:
         """How long the step took, if it only decoded, needed no preparation and came right after another.
 
         Sequences that had ended in a step launched earlier ran for nothing: they say nothing of what drafts give."""
         before, self._last_done = self._last_done, launched.done
         plan = launched.plan
-        if self.policy is None or before is None or not launched.was_prepared or plan.num_prefilled or not num_tokens:
+        if self.policy is None or before is None or not launched.was_prepared or plan.num_prefilled or not origins:
             return
         if isinstance(launched.done, torch.cuda.Event):
             seconds = before.elapsed_time(launched.done) / 1e3  # type: ignore[union-attr]
         else:
             seconds = launched.done - before  # type: ignore[operator]
-        tokens_each = sum(num_tokens) / len(num_tokens)
-        drafts = launched.drafts
-        self.policy.observe(len(plan.samplers), drafts.strategy, tokens_each, seconds, drafts.is_matching)
+        self.policy.observe(result_of(launched.drafts, len(plan.samplers), origins, seconds))
 
     def _withdraw(self, uid: str) -> PartialRollout:
         partial = self._batcher.withdraw(uid)
@@ -430,15 +433,15 @@ class Engine:
             self._withdraw(uid)
         finished = self._batcher.commit(launched.plan, report, launched.version, keeps_origins=self.drafter is not None)
         self._ready += finished
+        origins = [origins for _, _, origins, _ in report.values()]
         if self.drafter is not None:
             for rollout in finished:
                 self.drafter.forget(rollout.request.uid)
             num_drafted = [num_drafted for _, _, _, num_drafted in report.values()]
-            origins = [origins for _, _, origins, _ in report.values()]
             self._draft_counts.add(num_drafted, origins)
             self._are_matching = launched.drafts.strategy.looks_for_matches and are_matching(origins)
             self._demand.observe(launched.drafts, launched.plan.num_drafts, sum(num_drafted))
-        self._tell_policy(launched, [len(tokens) for tokens, _, _, _ in report.values()])
+        self._tell_policy(launched, origins)
         if broken:
             raise BrokenLogits(
                 f"the model gave logits that are not numbers (NaN or infinite) for {broken[0]} and {len(broken) - 1} "

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.engine.sampling import SamplingRows
 from slipstream.engine.state import StepState
+from slipstream.engine.strategy import Feeding
 from slipstream.models.cached import PackedRows
 from slipstream.rng import MASK32
 
@@ -32,12 +33,12 @@ class StepSizes:
     """Whether any slot has top-k, top-p or min-p."""
     tree_depth: int = 0
     """From 1 on, drafts are trees, so deep at most."""
-    is_fed: bool = True
-    """Whether a learned drafter is made ready for drafts in the next step, or only kept up to date."""
+    feeding: Feeding = Feeding.ALL
+    """What a learned drafter gets of it."""
 
     @property
     def kind(self) -> Hashable:
-        return self.with_drafts, self.with_cuts, self.tree_depth, self.is_fed
+        return self.with_drafts, self.with_cuts, self.tree_depth, self.feeding
 
     @property
     def room(self) -> tuple[int, ...]:

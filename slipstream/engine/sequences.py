@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from slipstream.types import FinishReason, Request, Rollout
 
@@ -36,13 +35,20 @@ class Running:
     """Steps that sample for it and were launched but not yet committed: each gives at least one token."""
     num_hoped: int = 0
     """Tokens beyond one each that these steps may give, if their drafts are accepted."""
+    # Of the request, since every step asks for them.
     num_prompt: int = field(init=False)
     max_keys: int = field(init=False)
     """Keys it can come to hold: the last token it may sample is never run."""
+    max_new_tokens: int = field(init=False)
+    stop_token_ids: tuple[int, ...] = field(init=False)
+    cuts_tail: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        sampling = self.request.sampling
         self.num_prompt = len(self.request.prompt_ids)
-        self.max_keys = self.num_prompt + self.request.sampling.max_new_tokens - 1
+        self.max_keys = self.num_prompt + sampling.max_new_tokens - 1
+        self.max_new_tokens, self.stop_token_ids = sampling.max_new_tokens, sampling.stop_token_ids
+        self.cuts_tail = sampling.cuts_tail
 
     @property
     def num_known(self) -> int:
@@ -61,9 +67,10 @@ class Running:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        if self.met_stop_text or (self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids):
+        token_ids = self.token_ids
+        if self.met_stop_text or (token_ids and token_ids[-1] in self.stop_token_ids):
             return "stop"
-        return "length" if len(self.token_ids) >= self.request.sampling.max_new_tokens else None
+        return "length" if len(token_ids) >= self.max_new_tokens else None
 
     def ended(self, reason: FinishReason, version: int) -> Rollout:
         return Rollout(
@@ -107,13 +114,9 @@ class Seat:
     num_computed: int
 
 
-class Sampler(NamedTuple):
-    """A sequence that samples with this plan: one token, and one more for each of its drafts that is accepted."""
-
-    sequence: Running
-    seat: int
-    num_drafts: int
-    """At most."""
+Sampler = tuple[Running, int, int]
+"""A sequence that samples with this plan, its seat, and how many drafts it may have: it gets one token, and one more
+for each of them that is accepted."""
 
 
 @dataclass(frozen=True, slots=True)

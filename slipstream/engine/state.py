@@ -196,19 +196,19 @@ def read_report(report: Tensor) -> dict[int, Sampled]:
     """From a copy on the host: what was sampled, by slot. Most slots may be free, and cost nothing here."""
     lines = report.numpy()
     slots = lines[:, 0].nonzero()[0]
-    lines = lines[slots]
-    width = (lines.shape[1] - 2) // 3
-    parts = [lines[:, 2 + part * width : 2 + (part + 1) * width] for part in range(3)]
+    counts, num_drafted = lines[:, :2][slots].T.tolist()
+    width, most = (lines.shape[1] - 2) // 3, max(counts, default=0)
+    parts = [lines[:, 2 + part * width :][:, :most][slots] for part in range(3)]
     parts[1] = parts[1].view(np.float32)
-    here = np.arange(width) < lines[:, :1]
-    ends = lines[:, 0].cumsum().tolist()
-    tokens, logprobs, origins = (_cut(part[here].tolist(), ends) for part in parts)
-    sampled = zip(tokens, logprobs, origins, lines[:, 1].tolist(), strict=True)
+    tokens, logprobs, origins = (part.tolist() for part in parts)
+    if most > 1:
+        tokens, logprobs, origins = (_cut(part, counts) for part in (tokens, logprobs, origins))
+    sampled = zip(tokens, logprobs, origins, num_drafted, strict=True)
     return dict(zip(slots.tolist(), sampled, strict=True))
 
 
-def _cut(values: list[Any], ends: list[int]) -> list[list[Any]]:
-    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+def _cut(rows: list[list[Any]], counts: list[int]) -> list[list[Any]]:
+    return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
 def _float_bits(value: float) -> int:

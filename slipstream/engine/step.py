@@ -57,7 +57,7 @@ def run_step(
         kept = trees.commit(state, step, tree, tokens_N, logprobs_N)
         pages.move(state["table"], step.rows.slot_R, kept.sources_RD, kept.targets_RD)
     if drafter is not None:
-        drafter.learn(state, step.rows, kept, is_fed=sizes.is_fed)
+        drafter.learn(state, step.rows, kept, sizes.feeding)
 
 
 def commit(state: StepState, step: PackedStep, tokens_N: Tensor, logprobs_N: Tensor) -> None:

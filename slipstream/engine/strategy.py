@@ -6,10 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from itertools import chain
 from typing import Protocol
 
-from slipstream.types import TEXT_ORIGINS
+from slipstream.types import MODEL_ORIGIN, TEXT_ORIGINS
 
 MATCHING = 2.0
 """Right drafts from texts that a sequence must have had in a step, on average, for sequences to count as matching."""
@@ -49,6 +50,18 @@ class Strategy:
 OFF = Strategy(0.0)
 
 
+class Feeding(IntEnum):
+    """What a learned drafter gets of a step."""
+
+    NOTHING = 0
+    """Nobody will ask it for long: it costs nothing. Where keys of what was said meanwhile should be, it will find
+    those of other texts, or none: it drafts worse as long as these sequences go on."""
+    KEYS = 1
+    """It is kept up to date, and can be asked later."""
+    ALL = 2
+    """It can be asked right after the step."""
+
+
 def are_matching(origins: Iterable[Sequence[int]]) -> bool:
     """Whether sequences repeat texts that are known, by where the tokens of their last step came from."""
     lines = [line for line in origins if line]
@@ -56,18 +69,37 @@ def are_matching(origins: Iterable[Sequence[int]]) -> bool:
     return num_copied >= MATCHING * max(1, len(lines))
 
 
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a step that only decoded."""
+
+    batch: int
+    """Sequences in it."""
+    strategy: Strategy
+    tokens_each: float
+    """That a sequence got, on average."""
+    seconds: float
+    is_matching: bool = False
+    """Whether they were found to repeat known texts when it was chosen."""
+    of_model: float | None = None
+    """Of the tokens each, those that a learned drafter had drafted; None: it was not asked."""
+
+
 class DraftPolicy(Protocol):
     def choose(self, batch: int, is_matching: bool = False) -> Strategy:
         """For a step of so many sequences, which were just found to repeat known texts, or not."""
 
-    def observe(
-        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
-    ) -> None:
-        """A step of `batch` sequences and nothing else gave each so many tokens on average, in `seconds`; it was chosen
-        when they were found to repeat known texts, or not."""
+    def feed(self, batch: int) -> Feeding:
+        """What a learned drafter gets of a step of so many sequences that does not ask it."""
+
+    def observe(self, step: StepResult) -> None:
+        """What came of one; not of steps with prompts, nor of the first of its size."""
 
     def observe_preparing(self, batch: int, seconds: float, is_matching: bool = False) -> None:
         """A step with drafts took so much longer, because it was the first of its size."""
+
+    def note_new_model(self) -> None:
+        """The learned drafter has other weights from now on."""
 
 
 class Always:
@@ -79,12 +111,16 @@ class Always:
     def choose(self, batch: int, is_matching: bool = False) -> Strategy:
         return self.strategy
 
-    def observe(
-        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
-    ) -> None:
+    def feed(self, batch: int) -> Feeding:
+        return Feeding.KEYS
+
+    def observe(self, step: StepResult) -> None:
         pass
 
     def observe_preparing(self, batch: int, seconds: float, is_matching: bool = False) -> None:
+        pass
+
+    def note_new_model(self) -> None:
         pass
 
 
@@ -99,8 +135,15 @@ class StepDrafts:
     strategy: Strategy
     room: int
     """Drafts that there was to be room for, before sizes were rounded."""
-    is_fed: bool = False
-    """Whether a learned drafter may be asked right after it."""
+    feeding: Feeding = Feeding.NOTHING
+    """What a learned drafter gets of it."""
+
+
+def result_of(drafts: StepDrafts, batch: int, origins: Sequence[Sequence[int]], seconds: float) -> StepResult:
+    """By where the tokens of its sequences came from; there may be fewer than ran, if some had ended."""
+    tokens_each = sum(map(len, origins)) / len(origins)
+    of_model = sum(line.count(MODEL_ORIGIN) for line in origins) / len(origins) if drafts.strategy.depth else None
+    return StepResult(batch, drafts.strategy, tokens_each, seconds, drafts.is_matching, of_model)
 
 
 MARGIN = 1.2

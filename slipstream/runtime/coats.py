@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from slipstream.config import Config
-from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.reading import Reader
 from slipstream.draft.together import Member
 from slipstream.engine.engine import Engine
@@ -28,6 +27,7 @@ from slipstream.runtime.drafter_worker import DrafterWorker
 from slipstream.runtime.drafting import (
     build_selector,
     draft_choices,
+    draft_with,
     drafter_trainer_for,
     learns,
     remembers,
@@ -89,13 +89,11 @@ def sample_in_process(
 
 def drafter_worker(config: Config, engine: Engine, name: str, say: Callable[[FromMember], None]) -> DrafterWorker:
     """Its part in the drafter that the run's rollout workers train together."""
-    drafter = engine.drafter
-    assert isinstance(drafter, HistoryDrafter) and drafter.guesser is not None, "the engine has no learned drafter"
     lessons, seed = config.run.dir / LESSONS_FOLDER / name, derive_seed("drafter", config.seed, name)
     trainer = drafter_trainer_for(config, engine.model, lessons, seed)
     digest = engine.facts().version.digest
     member = Member(trainer, config.run.dir / VERSIONS_FOLDER, name=name, target_digest=digest)
-    return DrafterWorker(member, Reader(trainer, engine.model), drafter.guesser.write, say)
+    return DrafterWorker(member, Reader(trainer, engine.model), partial(draft_with, engine), say)
 
 
 def train_in_process(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.config import Config
@@ -128,13 +129,20 @@ def build_drafter_trainer(config: Config, trainer: Trainer) -> DrafterTrainer:
     return learner
 
 
+def draft_with(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """From the engine's next step on. Its policy is told: what is known of the drafter is known of an earlier one."""
+    drafter = engine.drafter
+    assert isinstance(drafter, HistoryDrafter) and drafter.guesser is not None, "the engine has no learned drafter"
+    assert engine.policy is not None
+    drafter.guesser.write(weights)
+    engine.policy.note_new_model()
+
+
 class Publisher:
-    """Gives the drafter to the engine, which drafts with it from the next step on, and knows which one it has."""
+    """Gives the drafter to the engine, and knows which one it has."""
 
     def __init__(self, learner: DrafterTrainer, engine: Engine) -> None:
-        drafter = engine.drafter
-        assert isinstance(drafter, HistoryDrafter) and drafter.guesser is not None, "the engine has no learned drafter"
-        self._learner, self._engine, self._guesser = learner, engine, drafter.guesser
+        self._learner, self._engine = learner, engine
         self._version, self._policy = -1, 0
         """Updates of the drafter that the engine has, and the policy's version when it got it."""
 
@@ -145,7 +153,7 @@ class Publisher:
 
     def publish(self) -> None:
         """On the engine's stream; no update may be under way."""
-        self._guesser.write(self._learner.weights())
+        draft_with(self._engine, self._learner.weights())
         self._version, self._policy = self._learner.num_updates, self._engine.facts().version.number
 
     def metrics(self) -> dict[str, float]:

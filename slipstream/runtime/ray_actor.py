@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from slipstream.runtime.processes import Pipe, PipeClosed, print_into
+from slipstream.runtime.processes import Pipe, PipeClosed, print_into, use_threads
 from slipstream.runtime.ray_weights import Parcel, take_in, way_to
 from slipstream.stream.shelf import Shelf
 
@@ -119,10 +119,7 @@ class Coat:
         like any other error."""
         code: object = 0
         try:
-            import torch
-
-            # In this thread: OpenMP counts threads for each thread that asks.
-            torch.set_num_threads(num_threads)
+            use_threads(num_threads)  # in this thread: OpenMP counts threads for each thread that asks
             work, arguments = pickle.loads(packed)
             work(self._mailbox, *(self._as_seen_here(one) for one in arguments))
         except PipeClosed:

@@ -58,8 +58,7 @@ def _procedural(task_set: TaskSet, name: str) -> list[Problem]:
 
 
 def _reasoning_gym(task_set: TaskSet, name: str) -> list[Problem]:
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    from slipstream.tasks.gym import DATASETS, create_dataset
 
     dataset_name, size = task_set.source.removeprefix(REASONING_GYM), _size(task_set)
     if dataset_name not in DATASETS:
@@ -69,7 +68,7 @@ def _reasoning_gym(task_set: TaskSet, name: str) -> list[Problem]:
     if taken:
         raise ValueError(f"{task_set.source}: write {' and '.join(taken)} beside source, not under params")
     try:
-        dataset = reasoning_gym.create_dataset(dataset_name, size=size, seed=task_set.seed, **task_set.params)
+        dataset = create_dataset(dataset_name, size=size, seed=task_set.seed, **task_set.params)
     except (TypeError, ValueError, AssertionError, KeyError, AttributeError) as error:
         fields = [field for field in DATASETS[dataset_name][1].__dataclass_fields__ if field not in ("size", "seed")]
         raise ValueError(

@@ -102,10 +102,10 @@ def warm_tasks(tasks: Iterable[tuple[str, str]]) -> None:
 
 @functools.cache
 def _reasoning_gym_dataset(dataset_name: str, params_json: str) -> Any:
-    import reasoning_gym
+    from slipstream.tasks.gym import create_dataset
 
     # Some scorers read the config, so the dataset is made with the parameters of its problems.
-    return reasoning_gym.create_dataset(dataset_name, size=1, seed=0, **json.loads(params_json))
+    return create_dataset(dataset_name, size=1, seed=0, **json.loads(params_json))
 
 
 def _frozen(params: Any) -> str:

@@ -6,10 +6,13 @@
 
 The run's prompts are sampled anew, with other seeds, by its last policy: the same tokens in every way, by construction
 and checked. First each way alone: tokens/s while the batch is full, all tokens over all seconds, against an engine
-without any drafter. Then in turns, round by round, so that no chance makes a winner: no drafter, the
-best of these ways, the selector among those that a run has, the selector with a drafter of random weights ("poisoned")
-and the selector without a drafter to ask ("history"), whom the poison is measured by. Selectors have learned before
-that, on the same texts, for as long as some dozens of steps of a run would teach them.
+without any drafter. Then in turns, round by round, so that no chance makes a winner: no drafter, the best of these
+ways, the selector among those that a run has, the selector with a drafter of random weights ("poisoned") and the
+selector of an engine that has no such drafter ("history"), whom the poison is measured by. Selectors have learned
+before that, on the same texts, for as long as some dozens of steps of a run would teach them, and until a walk makes
+no graph. What one costs against another is told by all tokens over all seconds, and by rounds, which differ.
+
+    python benchmarks/drafter_arms.py runs/smollm2 --turns 'no drafter' poisoned history --rounds 20
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +39,14 @@ from slipstream.draft.selector import MIXED_STRATEGIES, TREE_ROWS, Selector, siz
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
 from slipstream.engine.engine import Engine
-from slipstream.engine.strategy import Always, DraftPolicy, Strategy
+from slipstream.engine.strategy import Always, DraftPolicy, StepResult, Strategy
 from slipstream.history.format import FILE_NAME
 from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.precision import resolve_precision
 from slipstream.models.rendering import prompt_key, render_prompts, stop_token_ids
 from slipstream.rng import derive_seed
-from slipstream.runtime.bench_history import FEW_GRAPHS, MOST_WARM_UPS, Walk, timed_walk
+from slipstream.runtime.bench_history import FEW_GRAPHS, MOST_WARM_UPS, Walk, median_rates, timed_walk
 from slipstream.runtime.benches import describe_machine
 from slipstream.runtime.drafters import find_drafter
 from slipstream.runtime.engines import choose_device
@@ -60,6 +63,7 @@ LEARNING_STEPS, MOST_LEARNING_WALKS = 5000, 40
 it keeps; and no more walks than this."""
 ROUNDS = 5
 """In turns."""
+TURNS = ("no drafter", "best", "selector", "poisoned", "history")
 
 
 class Recorded(Always):
@@ -69,10 +73,8 @@ class Recorded(Always):
         super().__init__(strategy)
         self.steps: list[tuple[int, float, float]] = []
 
-    def observe(
-        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
-    ) -> None:
-        self.steps.append((batch, round(tokens_each, 3), round(seconds * 1e6, 1)))
+    def observe(self, step: StepResult) -> None:
+        self.steps.append((step.batch, round(step.tokens_each, 3), round(step.seconds * 1e6, 1)))
 
 
 class Account:
@@ -81,9 +83,10 @@ class Account:
 
     spent: dict[str, list[float]]
 
-    def add(self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, texts: str) -> None:
-        line = self.spent.setdefault(f"{size_of(batch)}, {texts}: {strategy}", [0.0] * 3)
-        for place, value in enumerate((1, batch * tokens_each, seconds)):
+    def add(self, step: StepResult, is_best: bool) -> None:
+        texts = f"{'repeated' if step.is_matching else 'new'} texts{'' if is_best else ', on trial'}"
+        line = self.spent.setdefault(f"{size_of(step.batch)}, {texts}: {step.strategy}", [0.0] * 3)
+        for place, value in enumerate((1, step.batch * step.tokens_each, step.seconds)):
             line[place] += value
 
 
@@ -93,13 +96,9 @@ class AccountedSelector(Selector, Account):
         super().__init__(strategies, has_price=torch.cuda.is_available(), preparing=math.inf)
         self.spent = {}
 
-    def observe(
-        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
-    ) -> None:
-        on_trial = "" if strategy == self.best(batch, is_matching) else ", on trial"
-        texts = f"{'repeated' if is_matching else 'new'} texts{on_trial}"
-        self.add(batch, strategy, tokens_each, seconds, texts)
-        super().observe(batch, strategy, tokens_each, seconds, is_matching)
+    def observe(self, step: StepResult) -> None:
+        self.add(step, is_best=step.strategy == self.best(step.batch, step.is_matching))
+        super().observe(step)
 
 
 class AccountedAlways(Always, Account):
@@ -107,10 +106,8 @@ class AccountedAlways(Always, Account):
         super().__init__(strategy)
         self.spent = {}
 
-    def observe(
-        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
-    ) -> None:
-        self.add(batch, strategy, tokens_each, seconds, f"{'repeated' if is_matching else 'new'} texts")
+    def observe(self, step: StepResult) -> None:
+        self.add(step, is_best=True)
 
 
 class Bench:
@@ -134,11 +131,12 @@ class Bench:
         self.stops = stop_token_ids(self.model, tokenizer)
         self.longest = max(map(len, self.prompts))
 
-    def engine(self, batch: int, policy: DraftPolicy | None, weights: dict[str, torch.Tensor]) -> Engine:
+    def engine(self, batch: int, policy: DraftPolicy | None, weights: dict[str, torch.Tensor] | None) -> Engine:
+        """`weights`: of a learned drafter, if it has one."""
         drafter = None
         if policy is not None:
             shelf = shelf_tokens(self.longest, 2 * SAMPLES, self.new_tokens)
-            guesser = ModelGuesser(num_slots=batch, kind=self.kind)
+            guesser = None if weights is None else ModelGuesser(num_slots=batch, kind=self.kind)
             drafter = HistoryDrafter(
                 num_slots=batch,
                 max_drafts=MAX_DRAFTS,
@@ -151,7 +149,7 @@ class Bench:
         engine = Engine(
             self.model, max_sequences=batch, max_length=self.longest + self.new_tokens, drafter=drafter, policy=policy
         )
-        if drafter is not None and drafter.guesser is not None:
+        if drafter is not None and drafter.guesser is not None and weights is not None:
             drafter.guesser.write(weights.items())
         return engine
 
@@ -184,7 +182,7 @@ class Bench:
         return walk, texts
 
     def measure(
-        self, batch: int, policy: DraftPolicy | None, weights: dict[str, torch.Tensor]
+        self, batch: int, policy: DraftPolicy | None, weights: dict[str, torch.Tensor] | None
     ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
         engine = self.engine(batch, policy, weights)
         self.prepare(engine, batch)
@@ -198,7 +196,7 @@ class Bench:
             for number in range(MOST_LEARNING_WALKS if selector else 3 * MOST_WARM_UPS):
                 num_graphs = engine.facts().num_graphs
                 self.walk(engine, batch, number % TIMED_WALKS)
-                is_prepared = engine.facts().num_graphs <= num_graphs + FEW_GRAPHS
+                is_prepared = engine.facts().num_graphs <= num_graphs + (0 if selector else FEW_GRAPHS)
                 has_learned = selector is None or engine.facts().num_forwards >= LEARNING_STEPS
                 if number and is_prepared and has_learned:
                     break
@@ -212,15 +210,16 @@ class Bench:
         walks = [walk for walk, _ in done]
         # By the sum: a walk of easy texts is short, and counts for what it takes.
         full = sum(walk.full_tokens for walk in walks), sum(walk.full_s for walk in walks)
-        each = [walk.rates()["tokens_per_s"] for walk in walks]
-        result: dict[str, Any] = {"rate": full[0] / full[1], "tokens_a_step": tokens, "walks": each, "full": full}
+        result = median_rates(walks) | {"rate": full[0] / full[1], "tokens_a_step": tokens, "full": full}
         return result, {uid: text for _, texts in done for uid, text in texts.items()}
 
 
-def compare(bench: Bench, batch: int, ways: Sequence[Strategy]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """How fast each way was, and its steps."""
-    plain, texts = bench.measure(batch, None, bench.taught)
-    ways = [way for way in ways if way.branches == 1 or batch <= TREE_ROWS]
+def compare(
+    bench: Bench, batch: int, ways: Sequence[Strategy], turns: Sequence[str], num_rounds: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How fast each way was, and its steps; and those that take turns."""
+    plain, texts = bench.measure(batch, None, None)
+    ways = [way for way in ways if "best" in turns and (way.branches == 1 or batch <= TREE_ROWS)]
     arms: dict[str, dict[str, Any]] = {}
     recorded = [Recorded(way) for way in ways]
     for policy in recorded:
@@ -228,84 +227,120 @@ def compare(bench: Bench, batch: int, ways: Sequence[Strategy]) -> tuple[dict[st
         gain = arm["rate"] / plain["rate"]
         arms[str(policy.strategy)] = arm | {"gain": gain, "same_tokens": got == texts}
         print(f"batch {batch}, {policy.strategy}: {gain:.2f}, {arm['tokens_a_step']:.2f} tokens a step", flush=True)
-    best = max(recorded, key=lambda policy: arms[str(policy.strategy)]["gain"]).strategy
+    best = max(ways, key=lambda way: arms[str(way)]["gain"], default=None)
     steps = [{"way": astuple(policy.strategy), "steps": policy.steps} for policy in recorded]
-    in_turns = take_turns(bench, batch, best, texts)
+    in_turns = take_turns(bench, batch, best, texts, turns, num_rounds)
     is_same = in_turns.pop("same_tokens") and all(arm["same_tokens"] for arm in arms.values())
-    row = {"batch": batch, "off": plain, "arms": arms, "best": str(best), "in_turns": in_turns, "same_tokens": is_same}
+    row = {
+        "batch": batch,
+        "off": plain,
+        "arms": arms,
+        "best": str(best or ""),
+        "in_turns": in_turns,
+        "same_tokens": is_same,
+    }
     return row, {"batch": batch, "ways": steps}
 
 
-def take_turns(bench: Bench, batch: int, best: Strategy, texts: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def take_turns(
+    bench: Bench,
+    batch: int,
+    best: Strategy | None,
+    texts: dict[str, tuple[int, ...]],
+    turns: Sequence[str],
+    num_rounds: int,
+) -> dict[str, Any]:
     """What must hold, each against another in the same rounds."""
-    selectors = {
+    accounts: dict[str, AccountedAlways | AccountedSelector] = {
         "selector": AccountedSelector(MIXED_STRATEGIES),
         "poisoned": AccountedSelector(MIXED_STRATEGIES),
         "history": AccountedSelector([way for way in MIXED_STRATEGIES if not way.depth]),
     }
-    accounts: dict[str, AccountedAlways | AccountedSelector] = {"best": AccountedAlways(best), **selectors}
-    policies: dict[str, DraftPolicy | None] = {"no drafter": None, **accounts}
+    if best is not None:
+        accounts["best"] = AccountedAlways(best)
+    accounts = {name: accounts[name] for name in turns if name != "no drafter"}
+    selectors = {name: one for name, one in accounts.items() if isinstance(one, AccountedSelector)}
+    weights = {"best": bench.taught, "selector": bench.taught, "poisoned": bench.poisoned}
     engines = {}
-    for name, policy in policies.items():
-        weights = bench.poisoned if name == "poisoned" else bench.taught
-        engines[name] = bench.engine(batch, policy, weights)
-        bench.prepare(engines[name], batch, policy if isinstance(policy, Selector) else None)
+    for name in turns:
+        engines[name] = bench.engine(batch, accounts.get(name), weights.get(name))
+        bench.prepare(engines[name], batch, selectors.get(name))
     for account in accounts.values():
         account.spent.clear()
-    rates: dict[str, list[float]] = {name: [] for name in engines}
-    making: dict[str, list[float]] = {name: [] for name in engines}
-    full: dict[str, list[float]] = {name: [0.0, 0.0] for name in engines}
-    """Tokens and seconds while the batch was full, all rounds."""
+    rounds: dict[str, list[Round]] = {name: [] for name in turns}
     is_same = True
-    for _ in range(ROUNDS):
+    for _ in range(num_rounds):
         for name, engine in engines.items():
             started, graph_s = time.perf_counter(), engine.facts().graph_s
             result, got = bench.timed(engine, batch)
-            making[name].append((engine.facts().graph_s - graph_s) / (time.perf_counter() - started))
-            rates[name].append(result["rate"])
-            full[name] = [before + more for before, more in zip(full[name], result["full"], strict=True)]
+            making = (engine.facts().graph_s - graph_s) / (time.perf_counter() - started)
+            tokens, seconds = result["full"]
+            rounds[name].append(Round(tokens, seconds, making))
             is_same &= got == texts
-    made = {name: [rate / (1 - share) for rate, share in zip(rates[name], making[name], strict=True)] for name in rates}
-    record: dict[str, Any] = {
-        "rates": rates,
-        "making_graphs": making,
-        "selector_share": _ratios(rates, "selector", "best"),
-        "selector_against_off": _ratios(rates, "selector", "no drafter"),
-        "poison_share": _ratios(rates, "poisoned", "history"),
-        "poisoned_against_off": _ratios(rates, "poisoned", "no drafter"),
-        "with_graphs_made": {
-            "selector_share": _ratios(made, "selector", "best"),
-            "poison_share": _ratios(made, "poisoned", "history"),
-        },
-        "full": full,
+    pairs = {
+        "selector_share": ("selector", "best"),
+        "selector_against_off": ("selector", "no drafter"),
+        "poison_share": ("poisoned", "history"),
+        "poisoned_against_off": ("poisoned", "no drafter"),
+        "history_against_off": ("history", "no drafter"),
+    }
+    shares = {
+        what: share_of(rounds[one], rounds[other])
+        for what, (one, other) in pairs.items()
+        if one in rounds and other in rounds
+    }
+    print(f"batch {batch}, {num_rounds} rounds in turns, best {best}:")
+    for what, share in shares.items():
+        print(f"  {what}: {share['all']:.3f} in all, {_line(share['rounds'])}, without graphs {_line(share['made'])}")
+    chosen = {
+        name: {kind: str(one.best(batch, kind == "repeated")) for kind in ("new", "repeated")}
+        for name, one in selectors.items()
+    }
+    print(f"  chosen {chosen}; tokens the same: {is_same}", flush=True)
+    return {
+        "rounds": {name: [astuple(one) for one in of_one] for name, of_one in rounds.items()},
+        "shares": shares,
         "spent": {name: account.spent for name, account in accounts.items()},
-        "chosen": {
-            name: {kind: str(one.best(batch, kind == "repeated")) for kind in ("new", "repeated")}
-            for name, one in selectors.items()
-        },
+        "chosen": chosen,
         "reasons": {name: [choice.reason for choice in one.take_choices()] for name, one in selectors.items()},
         "same_tokens": is_same,
     }
-    print(
-        f"batch {batch}, {ROUNDS} rounds in turns: the selector has {_line(record['selector_share'])} of {best}, "
-        f"{_line(record['selector_against_off'])} times no drafter; poisoned {_line(record['poison_share'])} of "
-        f"history alone, {_line(record['poisoned_against_off'])} times no drafter; but for graphs that were made "
-        f"{_line(record['with_graphs_made']['selector_share'])} and "
-        f"{_line(record['with_graphs_made']['poison_share'])}; chosen {record['chosen']}; "
-        f"tokens the same: {is_same}",
-        flush=True,
-    )
-    return record
 
 
-def _ratios(rates: dict[str, list[float]], name: str, other: str) -> list[float]:
-    """The median of the rounds, and the lowest and highest."""
-    ratios = [one / two for one, two in zip(rates[name], rates[other], strict=True)]
-    return [statistics.median(ratios), min(ratios), max(ratios)]
+@dataclass(frozen=True)
+class Round:
+    tokens: float
+    """While the batch was full."""
+    seconds: float
+    making: float
+    """Of all its time, the share in which graphs were made."""
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def share_of(rounds: Sequence[Round], of: Sequence[Round]) -> dict[str, Any]:
+    """All tokens over all seconds, against those of another; and by rounds, also as if graphs had been there."""
+    all_rates = [sum(one.tokens for one in both) / sum(one.seconds for one in both) for both in (rounds, of)]
+    made = [[one.rate / (1 - one.making) for one in both] for both in (rounds, of)]
+    return {
+        "all": all_rates[0] / all_rates[1],
+        "rounds": _ratios([one.rate for one in rounds], [one.rate for one in of]),
+        "made": _ratios(*made),
+    }
+
+
+def _ratios(rates: Sequence[float], others: Sequence[float]) -> list[float]:
+    """The median, the mean and its standard error, and the lowest and highest."""
+    ratios = [one / two for one, two in zip(rates, others, strict=True)]
+    error = statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return [statistics.median(ratios), statistics.fmean(ratios), error, min(ratios), max(ratios)]
 
 
 def _line(ratios: list[float]) -> str:
-    return f"{ratios[0]:.3f} ({ratios[1]:.3f}-{ratios[2]:.3f})"
+    median, mean, error, lowest, highest = ratios
+    return f"{median:.3f} (mean {mean:.3f} +- {error:.3f}, {lowest:.3f}-{highest:.3f})"
 
 
 def main() -> None:
@@ -317,18 +352,26 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", metavar="WAY", choices=list(map(str, WAYS)), help="ways to try alone, by their names"
     )
+    parser.add_argument("--turns", nargs="+", choices=TURNS, default=TURNS, help="who take turns; by default all")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of turns")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=Path, help="write the steps of every way here, gzipped")
     arguments = parser.parse_args()
     if arguments.only and arguments.steps:
         parser.error("a replay needs the steps of all ways: leave out --only, or --steps")
+    if (arguments.only or arguments.steps) and "best" not in arguments.turns:
+        parser.error("ways are tried alone to find the best: add it to --turns, or leave out --only and --steps")
     ways = [way for way in WAYS if arguments.only is None or str(way) in arguments.only]
+    if all(way.branches > 1 for way in ways) and max(map(int, arguments.batches.split(","))) > TREE_ROWS:
+        parser.error(f"trees are for up to {TREE_ROWS} sequences: name another way as well, or smaller batches")
+    if arguments.rounds < 2:
+        parser.error("one round says nothing about the next: at least 2 --rounds")
     bench = Bench(arguments.run, arguments.new_tokens, arguments.waves)
     record = describe_machine(bench.model.device, bench.dtype)
     record |= {"what": "benchmarks/drafter_arms.py", "kind": bench.kind, "prompts": len(bench.prompts), "rows": []}
     steps = []
     for batch in map(int, arguments.batches.split(",")):
-        row, of_ways = compare(bench, batch, ways)
+        row, of_ways = compare(bench, batch, ways, arguments.turns, arguments.rounds)
         record["rows"].append(row)
         steps.append(of_ways)
         if arguments.out:

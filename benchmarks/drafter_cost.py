@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.learned import ModelGuesser
 from slipstream.engine.engine import Engine
-from slipstream.engine.strategy import OFF, Always, Strategy
+from slipstream.engine.strategy import OFF, Always, StepResult, Strategy
 from slipstream.models.precision import resolve_precision
 from slipstream.runtime.benches import describe_machine, load_shape
 from slipstream.runtime.engines import choose_device
@@ -46,10 +46,8 @@ class Recorder(Always):
         super().__init__(OFF)
         self.seconds: dict[Strategy, list[float]] = defaultdict(list)
 
-    def observe(
-        self, batch: int, strategy: Strategy, tokens_each: float, seconds: float, is_matching: bool = False
-    ) -> None:
-        self.seconds[strategy].append(seconds)
+    def observe(self, step: StepResult) -> None:
+        self.seconds[step.strategy].append(step.seconds)
 
 
 def build(model: PreTrainedModel, batch: int, new_tokens: int, *, drafts: bool) -> tuple[Engine, Recorder]:

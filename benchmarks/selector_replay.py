@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.draft.selector import Selector
-from slipstream.engine.strategy import MATCHING, OFF, Strategy
+from slipstream.engine.strategy import MATCHING, OFF, Feeding, StepResult, Strategy
 
 Step = tuple[int, float, float]
 """Sequences, tokens of each, microseconds."""
@@ -69,7 +69,9 @@ def world_of(recorded: dict[Strategy, list[Step]], world: str) -> dict[Strategy,
     return ways
 
 
-def rounds(walks: dict[Strategy, Walk], ways: Sequence[Strategy], batch: int, num_rounds: int) -> list[float]:
+def rounds(
+    walks: dict[Strategy, Walk], ways: Sequence[Strategy], batch: int, num_rounds: int, world: str
+) -> list[float]:
     """Microseconds of each."""
     selector, is_matching, taken = Selector(ways, has_price=True, preparing=math.inf), False, []
     unread: deque[tuple[Strategy, float, float, bool, bool]] = deque()
@@ -86,11 +88,13 @@ def rounds(walks: dict[Strategy, Walk], ways: Sequence[Strategy], batch: int, nu
             if way.depth and not is_fed:
                 instead = walks[COPY if matches else OFF]
                 (size, tokens, _), total = instead.at(place), instead.num_tokens
-            is_fed = way.depth > 0 or (is_matching and is_fed)
+            is_fed = way.depth > 0 or (is_fed if is_matching else selector.feed(batch) == Feeding.ALL)
             unread.append((way, tokens, microseconds / 1e6, is_matching, matches))
             if len(unread) > STEPS_AHEAD:
                 *seen, was_matching, is_matching = unread.popleft()
-                selector.observe(batch, *seen, was_matching)
+                # How often the model was right is not in the recordings, but where it never is that is known.
+                of_model = 0.0 if seen[0].depth and world in ("poisoned", "nothing") else None
+                selector.observe(StepResult(batch, *seen, was_matching, of_model))
             took += microseconds
             place += size * tokens / total
         taken.append(took)
@@ -106,7 +110,9 @@ def replay(recorded: dict[Strategy, list[Step]], batch: int, world: str, num_rou
     shares = [
         [
             times[best] / took
-            for took in rounds({way: Walk(s, start / STARTS) for way, s in ways.items()}, choices, batch, num_rounds)
+            for took in rounds(
+                {way: Walk(s, start / STARTS) for way, s in ways.items()}, choices, batch, num_rounds, world
+            )
         ]
         for start in range(STARTS)
     ]

@@ -53,6 +53,17 @@ def test_what_nobody_booked_was_idle_and_a_device_that_left_is_counted_to_its_en
     assert [one.device for one in ledger.close(2, 20.0)] == ["rollout-0"]
 
 
+def test_what_a_device_rests_on_can_change_also_after_a_step_was_closed() -> None:
+    ledger = Ledger()
+    ledger.arrive("a", 0.0, rest="start")
+    entries = ledger.close(1, 10.0)
+    ledger.rest_on("a", IDLE, 13.0)
+    ledger.book("a", "decode", 2.0)
+    entries += ledger.close(2, 20.0)
+    found = {(one.step, one.account): one.seconds for one in entries}
+    assert found == {(1, "start"): 10.0, (2, "start"): 3.0, (2, "decode"): 2.0, (2, IDLE): 5.0}
+
+
 def test_seconds_that_are_told_of_late_are_not_counted_twice() -> None:
     ledger = Ledger()
     ledger.arrive("a", 0.0, rest="rollout wait")

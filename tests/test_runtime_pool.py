@@ -7,6 +7,7 @@ other content than was published; one that is lost is started again.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from slipstream.draft.selector import Choice, Selector
 from slipstream.engine.engine import Engine
 from slipstream.engine.strategy import Strategy
 from slipstream.models.weights import fingerprint, named_weights, write_weights
-from slipstream.observe.ledger import Ledger, shares
+from slipstream.observe.ledger import Entry, Ledger, shares
 from slipstream.runtime.drafting import draft_choices
 from slipstream.runtime.pool import MAX_LOSSES, Pool, WorkerBroke
 from slipstream.runtime.rollout_messages import Beat, Broke, GiveBack, Grown, Here, SampleGroup, Spent
@@ -376,6 +377,28 @@ def test_held_out_prompts_have_an_account_of_their_own_by_their_share_of_the_seq
     paces = [pace for message in said if isinstance(message, Beat) for pace in message.paces]
     steps, sequences, seconds = (sum(column) for column in zip(*paces, strict=True))
     assert sequences / steps == pytest.approx(4, abs=0.5) and seconds == pytest.approx(sampled_s)
+
+
+def test_a_worker_that_starts_while_others_work_has_each_second_once() -> None:
+    """Also if steps are closed meanwhile."""
+    stage = Stage("sync", 2)
+    stage.pool.give_weights(version_of(0))
+    slow = stage.links["rollout-1"]
+    slow.hangs = True
+    entries = list[Entry]()
+    for step in range(1, 5):
+        stage.pool.ask(1, "prompt", group(f"{step}/0", (5, 6, 7), 1, max_new_tokens=10))
+        slow.hangs = step < 3
+        stage.until_done()
+        entries += stage.ledger.close(step, stage.clock.now_s)
+        if step == 2:
+            joined_s = stage.clock.now_s
+    seconds = Counter[str]()
+    for entry in entries:
+        seconds[entry.device] += entry.seconds
+    assert seconds == {link: pytest.approx(stage.clock.now_s) for link in stage.links}
+    started_s = sum(one.seconds for one in entries if (one.device, one.account) == ("rollout-1", "start"))
+    assert joined_s <= started_s <= joined_s + 1
 
 
 def test_a_worker_without_work_waits_for_others_for_grades_or_for_training() -> None:

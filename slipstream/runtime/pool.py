@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
 from slipstream.engine.strategy import DraftCounts
-from slipstream.observe.ledger import Ledger, Waits, split_decoding
+from slipstream.observe.ledger import IDLE, Ledger, Waits, split_decoding
 from slipstream.runtime.drafter_messages import FromMember
 from slipstream.runtime.drafter_session import DrafterSession
 from slipstream.runtime.placement import worker_name
@@ -90,7 +90,6 @@ class WorkerBroke(RuntimeError):
 @dataclass(slots=True, eq=False)
 class _Worker:
     link: WorkerLink
-    started_s: float
     silent_s: float = 0.0
     """Since it said something."""
     here: Here | None = None
@@ -340,9 +339,8 @@ class Pool:
             self._ledger.book(name, account, seconds)
 
     def _start_worker(self, name: str) -> None:
-        now_s = self._clock()
-        self._ledger.arrive(name, now_s)
-        self._workers[name] = _Worker(self._start(name), now_s)
+        self._ledger.arrive(name, self._clock(), rest="start")
+        self._workers[name] = _Worker(self._start(name))
 
     def _see_weights(self, name: str, worker: _Worker, version: WeightVersion) -> None:
         wanted = self._wanted
@@ -358,7 +356,7 @@ class Pool:
         if not worker.has_joined:
             assert worker.here is not None
             worker.has_joined = True
-            self._ledger.book(name, "start", self._clock() - worker.started_s)
+            self._ledger.rest_on(name, IDLE, self._clock())
             self._tell(WorkerJoined(name, worker.here.slots, worker.here.points))
         self._look_at_weights()
 

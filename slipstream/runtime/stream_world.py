@@ -108,7 +108,7 @@ class StreamWorld:
         rollouts of the run that this one goes on from. `note`: into the event log."""
         self._config = config
         self._pool, self._crew, self._groups, self._history = pool, crew, groups, history
-        self._ledger, self._bell, self._began_s = ledger, bell, time.monotonic()
+        self._ledger, self._bell = ledger, bell
         self._note, self._sizing, self._drift = note, Sizing(config, pool, note, console.note), Drift()
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
@@ -320,7 +320,7 @@ class StreamWorld:
     def _take_in(self, trainer: WorkerLink, message: Any) -> list[Event]:
         match message:
             case TrainerReady():
-                self._ledger.book(trainer.name, "start", time.monotonic() - self._began_s)
+                self._ledger.rest_on(trainer.name, "rollout wait", time.monotonic())
                 return []
             case Working():
                 self._ledger.book(trainer.name, "training", message.busy_s)

@@ -143,7 +143,7 @@ def stream(
             work = (train_in_process, config, parts.checkpoint, weights_folder, rank, rendezvous, ways)
             trainers.append(start(name, trainer_threads(config), *work))
             stack.callback(trainers[-1].close)
-            ledger.arrive(name, time.monotonic(), rest="rollout wait")
+            ledger.arrive(name, time.monotonic(), rest="start")
         groups = OpenGroups(parts.grader, parts.tokenizer, config.seed, bell.ring)
         pool = Pool(
             MODES[config.mode],

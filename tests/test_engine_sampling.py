@@ -161,7 +161,8 @@ def test_the_race_agrees_on_a_large_vocabulary(temperature: float) -> None:
 
 
 def test_the_kernels_pick_what_the_plain_twin_picks() -> None:
-    assert disagreements(sample_by_kernels, num_rows=9, sizes=(1500,)) == 0
+    num_rows = 9 if torch.cuda.is_available() else 4  # Triton's interpreter goes through them one by one
+    assert disagreements(sample_by_kernels, num_rows, sizes=(1500,)) == 0
     assert disagreements(sample_by_kernels, num_rows=1, sizes=(1, 1024)) == 0
 
 

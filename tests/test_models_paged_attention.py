@@ -37,6 +37,11 @@ LAYOUTS = [
     (24, 2, 64),
     (33, 1, 16),
 ]
+QUICK_LAYOUTS = [
+    layout if DEVICE.type == "cuda" or layout[1] < 8 else pytest.param(*layout, marks=pytest.mark.slow)
+    for layout in LAYOUTS
+]
+"""Triton's interpreter takes seconds for each with many heads."""
 FORMS = {
     "plain": AttentionForm(0.2),
     "window": AttentionForm(0.2, sliding_window=21),
@@ -123,7 +128,7 @@ def take(rows: PackedRows, row: int, first: int, count: int) -> PackedRows:
     )
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), LAYOUTS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), QUICK_LAYOUTS)
 def test_mixed_rows_equal_the_plain_twin(num_heads: int, num_kv_heads: int, size: int) -> None:
     """Decode, a verify of 5, a prefill of 33, a row whose keys fill its page, rows without tokens, padding tokens."""
     rows = make_rows([1, 5, 33, 1], [70, 37, 36, 32], pad_tokens=3, pad_rows=2, pad_pages=1)
@@ -149,7 +154,7 @@ def test_every_form_equals_the_plain_twin(form: AttentionForm) -> None:
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 def test_decode_verify_and_chunked_prefill_agree_in_every_bit(form: AttentionForm) -> None:
     """And with every batch: other rows, padding tokens, empty rows, a wider table, other workers."""
-    assert_pieces_agree(form, torch.float32, 6, 1, 32, count=13, length=75, num_decoded=3)
+    assert_pieces_agree(form, torch.float32, 6, 1, 32, count=10, length=70, num_decoded=2)
 
 
 def assert_pieces_agree(

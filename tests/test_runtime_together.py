@@ -4,7 +4,6 @@ rollouts are those of an engine without any drafter, and the drafter is there.""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,8 @@ FEW, LATER = GROUPS[:3], [group("2/9", (9, 8, 7), 3)]
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setattr(online, "LESSON_TOKENS", 64)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class LearningLink(LocalLink):

@@ -25,13 +25,9 @@ from slipstream.train.checkpoint import (
     save_checkpoint,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENIZER = build_tiny_tokenizer()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Also because a forked child must not wait for threads it does not have."""
-    torch.set_num_threads(1)
 
 
 def tiny_llama(seed: int) -> LlamaForCausalLM:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,6 +15,8 @@ from slipstream.models.weights import fingerprint
 from slipstream.schedule.lengths import tail_recall
 from slipstream.train import length_model
 from slipstream.train.length_model import LengthModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALIKE, VOCABULARY = 12, 90
 MARK = {"long": 7, "short": 11}
@@ -53,15 +54,6 @@ def taught(seed: int = 0, steps: int = 1) -> LengthModel:
         prompts = drawn_prompts(32 * step, 32)
         learner.learn_step(prompts, lengths_of(prompts))
     return learner
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small wait for their threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_it_ranks_prompts_never_seen_by_their_kind_and_follows_at_once_when_all_lengths_fall() -> None:

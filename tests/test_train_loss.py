@@ -18,6 +18,8 @@ from slipstream.train.loss import logprobs_and_entropy, mean_metrics, merge_metr
 from slipstream.train.trainer import Trainer
 from slipstream.types import TrainSample
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TEMPERATURE, MAX_NEW_TOKENS, VOCABULARY = 0.7, 12, 40
 ALL = ["grpo", "dr_grpo", "rloo", "reinforce++", "gspo", "cispo"]
 # What each algorithm is, written out once more, on purpose not read from the table under test.
@@ -26,11 +28,6 @@ OWN_AGGREGATION = {
     "grpo": "sequence_mean", "dr_grpo": "constant", "rloo": "token_mean", "reinforce++": "token_mean",
     "gspo": "sequence_mean", "cispo": "token_mean",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def tiny_llama(seed: int, attention: str) -> LlamaForCausalLM:

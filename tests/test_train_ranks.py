@@ -24,6 +24,8 @@ from slipstream.train.policy import NonFiniteLoss
 from slipstream.train.trainer_rank import TrainerRank
 from slipstream.types import TrainSample
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCABULARY, MAX_NEW_TOKENS, NUM_PROCESSES = 25, 12, 3
 ROUNDING = 5e-6
 """Relative distance of two gradients that differ by the order of their sums; measured: up to 9e-7 in a second step,
@@ -161,11 +163,6 @@ def processes() -> Iterator[list[Process]]:
     for one in started:
         one.process.kill()
         one.process.join()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

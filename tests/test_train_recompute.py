@@ -18,10 +18,7 @@ from slipstream.train.sharding import decoder_layers
 from slipstream.train.trainer import Trainer
 from slipstream.types import TrainSample
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_samples() -> list[TrainSample]:

@@ -22,15 +22,12 @@ from slipstream.train.policy import MicroBatch, NonFiniteLoss
 from slipstream.train.trainer import Trainer
 from slipstream.types import TrainSample
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCABULARY, MAX_NEW_TOKENS = 24, 12
 Group = list[TrainSample]
 ROUNDING = 2e-6
 """Relative distance of two gradients that differ by the order of their sums; measured: 1e-7 to 2.2e-7."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def tiny_llama(seed: int = 0) -> LlamaForCausalLM:

@@ -19,12 +19,9 @@ from slipstream.train.policy import NonFiniteLoss
 from slipstream.train.trainer import Trainer, split_by_group
 from slipstream.types import TrainSample
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCABULARY = 24
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def tiny_llama(seed: int = 0) -> LlamaForCausalLM:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numba
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -54,7 +53,7 @@ from slipstream.runtime.folder import REFERENCE_FOLDER, VERSIONS_FOLDER, RunFold
 from slipstream.runtime.heap import give_back, still_heap
 from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.pool import WorkerBroke
-from slipstream.runtime.processes import use_threads
+from slipstream.runtime.processes import threads
 from slipstream.runtime.prompts import check_length, hold_out, load_eval_problems, load_training_problems
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.runtime.runtimes import Runtime, open_runtime
@@ -113,7 +112,7 @@ def _train_once(
         folder = stack.enter_context(RunFolder.opened(config.run.dir))
         console = stack.enter_context(Console(config.train.steps, quiet=quiet))
         checkpoint = folder.checkpoint_to_resume(config, resume, overwrite)
-        stack.enter_context(_threads(config.train.threads))
+        stack.enter_context(threads(config.train.threads))
         device = choose_device(config.device)
         recipe, config = config, settle_source(config, device)
         if device.type == "cuda" and config.engine.exact:
@@ -425,16 +424,3 @@ class _Run:
         first = RunBegan(self.step, self._first_position(), self.concluded)
         with still_heap():
             return drive(Scheduler(self.config), world, first, time.time, write_events)
-
-
-@contextmanager
-def _threads(num_threads: int | None) -> Iterator[None]:
-    """In this process, until the run ends."""
-    before = torch.get_num_threads(), numba.get_num_threads()
-    if num_threads is not None:
-        use_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before[0])
-        numba.set_num_threads(before[1])

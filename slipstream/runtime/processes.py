@@ -18,8 +18,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TextIO
@@ -255,8 +255,24 @@ def use_threads(num_threads: int) -> None:
     import numba
     import torch
 
-    torch.set_num_threads(num_threads)
+    # In this order: numba starts its threads with this call, and may set those of torch, which share a library.
     numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def threads(num_threads: int | None) -> Iterator[None]:
+    """As many until the block ends; None: as many as torch has now, also once numba has started its own."""
+    import numba
+    import torch
+
+    before, numba_before = torch.get_num_threads(), numba.get_num_threads()
+    use_threads(before if num_threads is None else num_threads)
+    try:
+        yield
+    finally:
+        numba.set_num_threads(numba_before)
+        torch.set_num_threads(before)
 
 
 def _end_with_parent() -> None:

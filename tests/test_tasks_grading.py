@@ -19,7 +19,7 @@ from slipstream.types import Problem, Request, Rollout, SamplingParams, Scored, 
 
 FUNCTIONS = Path(__file__).parent / "data" / "reward_functions.py"
 Item = tuple[Problem, Rollout, str]
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads process states in /proc")
 
 
@@ -66,7 +66,7 @@ def by_text() -> Iterator[Grader]:
         (["a", "nan", "inf", "text"], [1.0, *["not_a_number"] * 3], "returned nan"),
         (["none", "a"], ["no_score", 1.0], "no reward function applies"),
         (["a", "short"], ["raised", "raised"], "returned 1 values for 2 samples"),
-        (["hang", "a"], ["timeout", "timeout"], "reward.timeout_s = 1 s"),
+        (["hang", "a"], ["timeout", "timeout"], "reward.timeout_s = 2 s"),
         (["exit", "a"], ["died", 1.0], "exit code 1"),
         (["kill"], ["died"], "exit code -9"),
         (["memory", "a"], ["raised", 1.0], "a call may take 4 GiB"),
@@ -103,9 +103,7 @@ def test_a_worker_killed_while_idle_is_replaced(by_text: Grader) -> None:
 
 def test_poll_does_not_wait_unless_asked(by_text: Grader) -> None:
     by_text.submit(0, [item("hang")])
-    start_s = time.monotonic()
-    assert by_text.poll() == []
-    assert time.monotonic() - start_s < 0.2
+    assert by_text.poll() == [], "it would have had to wait for the time limit"
     assert by_text.poll(wait_s=20)[0][0] == 0
 
 
@@ -225,11 +223,11 @@ def test_several_functions_make_one_weighted_sum() -> None:
 def test_built_in_verifiers_are_imported_before_the_clock_runs() -> None:
     problems = load_problems(TaskSet(source="reasoning_gym/chain_sum", size=1), "train/0")
     problems += load_problems(TaskSet(source="gcd", size=1), "train/1")
-    with Grader(reward("task", "math_verify", timeout_s=0.5), problems) as grader:
+    with Grader(reward("verifiers_imported", "task", "math_verify"), problems) as grader:
         right = [item(f"#### {problem.columns['answer']}", problem) for problem in problems]
         wrong = [item("#### 123456789", problem) for problem in problems]
-        assert summary(drain(grader, right)) == [2.0, 2.0]
-        assert all(isinstance(value, float) and value < 0.1 for value in summary(drain(grader, wrong)))
+        assert summary(drain(grader, right)) == [3.0, 3.0]
+        assert all(isinstance(value, float) and value < 1.1 for value in summary(drain(grader, wrong)))
 
 
 def test_a_reward_that_does_not_fit_is_refused_before_a_process_starts() -> None:

@@ -78,6 +78,10 @@ def num_torch_modules(completions: list[str]) -> list[float]:
     return [float(len(heavy))] * len(completions)
 
 
+def verifiers_imported(completions: list[str]) -> list[float]:
+    return [float({"math_verify", "reasoning_gym"} <= sys.modules.keys())] * len(completions)
+
+
 def strange(x: int, y: int) -> int:
     return x + y
 

@@ -64,6 +64,16 @@ def test_what_a_device_rests_on_can_change_also_after_a_step_was_closed() -> Non
     assert found == {(1, "start"): 10.0, (2, "start"): 3.0, (2, "decode"): 2.0, (2, IDLE): 5.0}
 
 
+def test_who_starts_and_is_lost_and_starts_again_in_one_step_has_one_entry_of_it() -> None:
+    ledger = Ledger()
+    ledger.arrive("a", 0.0, rest="start")
+    ledger.rest_on("a", IDLE, 3.0)
+    ledger.book("a", "decode", 1.0)
+    ledger.leave("a", 4.0)
+    ledger.arrive("a", 4.0, rest="start")
+    assert ledger.close(1, 9.0) == [Entry(1, "a", "start", 8.0), Entry(1, "a", "decode", 1.0)]
+
+
 def test_seconds_that_are_told_of_late_are_not_counted_twice() -> None:
     ledger = Ledger()
     ledger.arrive("a", 0.0, rest="rollout wait")

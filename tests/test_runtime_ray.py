@@ -19,14 +19,13 @@ import torch
 from ray.cluster_utils import Cluster
 from ray_works import LIMIT_S, listen, take_weights
 from test_runtime import SETTINGS, start
-from test_runtime_stream import SYNC, assert_same_run, pid_of, wait_for, write_recipe
+from test_runtime_stream import SYNC, assert_same_run, harm_everyone, pid_of, wait_for, write_recipe
 from tiny_models import small_llama
 
 from slipstream.config import Config, load_config
 from slipstream.models.weights import fingerprint, named_weights
 from slipstream.observe.store import RunStore
 from slipstream.runtime import ray_link, ray_runtime
-from slipstream.runtime.control import ask_for_workers
 from slipstream.runtime.local import run_training
 from slipstream.runtime.processes import Doorbell, PipeClosed
 from slipstream.runtime.ray_actor import Closed, Mailbox, SharedFolder
@@ -238,32 +237,15 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def wait_for_workers(run_dir: Path, names: set[str]) -> None:
-    """Until they take part; one that is still starting is given longer before it counts as hanging."""
-
-    def joined() -> bool:
-        with RunStore(run_dir, read_only=True) as store:
-            return names <= {event.payload["worker"] for event in store.events() if event.name == "WorkerJoined"}
-
-    until(joined, Doorbell())
-
-
 @pytest.mark.slow
 def test_a_run_on_ray_has_the_weights_of_a_local_one_whoever_is_killed(local: Path, tmp_path: Path) -> None:
-    """A third worker joins, one is killed and another hangs while they sample; then the trainer is killed."""
     recipe, run_dir = write_recipe(tmp_path, "run", **SYNC, runtime="ray"), tmp_path / "run"
     run = start(recipe)
-    wait_for(run_dir, 0, LIMIT_S * 3)
-    wait_for_workers(run_dir, {"rollout-0", "rollout-1"})
-    ask_for_workers(run_dir, 3)
-    os.kill(pid_of(run_dir, "rollout-0"), signal.SIGKILL)
-    os.kill(pid_of(run_dir, "rollout-1"), signal.SIGSTOP)
-    wait_for(run_dir, 1, LIMIT_S * 3)
-    os.kill(pid_of(run_dir, "trainer"), signal.SIGKILL)
+    hanging, killed = harm_everyone(run_dir, run)
     said, _ = run.communicate(timeout=600)
     assert run.returncode == 0, said
     assert "rollout workers: 3 instead of 2" in said
-    assert "rollout-0 is started again" in said and "rollout-1 has said nothing for" in said
+    assert f"{killed} is started again" in said and f"{hanging} has said nothing for" in said
     assert "trainer (process" in said and "ended without a word" in said
     assert "ActorDied" not in said and "(raylet)" not in said
     assert_same_run(run_dir, local)
@@ -277,7 +259,7 @@ def test_a_run_on_ray_has_the_weights_of_a_local_one_whoever_is_killed(local: Pa
 def test_a_run_on_ray_that_is_told_to_stop_saves_leaves_nobody_behind_and_goes_on(local: Path, tmp_path: Path) -> None:
     recipe, run_dir = write_recipe(tmp_path, "run", **SYNC, runtime="ray"), tmp_path / "run"
     run = start(recipe, start_new_session=True)
-    wait_for(run_dir, 1, LIMIT_S * 3)
+    wait_for(run_dir, 1, run)
     others = [pid_of(run_dir, name) for name in ("rollout-0", "rollout-1", "trainer")]
     os.killpg(run.pid, signal.SIGTERM)  # as a batch system does: Ray's own processes get it too
     said, _ = run.communicate(timeout=300)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +73,48 @@ def pid_of(run_dir: Path, name: str) -> int:
     return int(json.loads((run_dir / "processes.json").read_text())[name])
 
 
-def wait_for(run_dir: Path, step: int, limit_s: float = 300.0) -> None:
+def until(holds: Callable[[], bool], what: str, run: subprocess.Popen[str]) -> None:
+    until_s = time.monotonic() + 300.0
+    while not holds():
+        assert run.poll() is None, f"it ended before {what}: {run.communicate()[0]}"
+        assert time.monotonic() < until_s, f"it never came: {what}"
+        time.sleep(0.02)
+
+
+def wait_for(run_dir: Path, step: int, run: subprocess.Popen[str]) -> None:
     """Until this step is recorded."""
-    until_s = time.monotonic() + limit_s
-    while time.monotonic() < until_s:
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
-        if any(json.loads(line)["step"] == step for line in lines):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} was never recorded")
+    rows = run_dir / "metrics.jsonl"
+    until(
+        lambda: rows.exists() and any(json.loads(line)["step"] == step for line in rows.read_text().splitlines()),
+        f"step {step}",
+        run,
+    )
+
+
+def workers_that(event_name: str, run_dir: Path) -> list[str]:
+    """To whom this happened, in order; none before the run has a store."""
+    try:
+        with RunStore(run_dir, read_only=True) as store:
+            return [event.payload["worker"] for event in store.events(event_name)]
+    except OSError:
+        return []
+
+
+def harm_everyone(run_dir: Path, run: subprocess.Popen[str]) -> tuple[str, str]:
+    """Of two workers the first that takes part hangs, the other is killed, while a third joins; then the trainer is
+    killed. Returns the two. Each as soon as it takes part: one that is still starting is given longer before it counts
+    as hanging, and one that is ready early could sample the whole run before the other is."""
+    until(lambda: len(workers_that("WorkerJoined", run_dir)) >= 1, "the first worker", run)
+    first = workers_that("WorkerJoined", run_dir)[0]
+    os.kill(pid_of(run_dir, first), signal.SIGSTOP)
+    ask_for_workers(run_dir, 3)
+    (other,) = {"rollout-0", "rollout-1"} - {first}
+    until(lambda: other in workers_that("WorkerJoined", run_dir), "the other worker", run)
+    os.kill(pid_of(run_dir, other), signal.SIGKILL)
+    until(lambda: {first, other} <= {*workers_that("WorkerLeft", run_dir)}, "both are lost", run)
+    wait_for(run_dir, 1, run)
+    os.kill(pid_of(run_dir, "trainer"), signal.SIGKILL)
+    return first, other
 
 
 def test_a_synchronous_run_with_two_workers_has_the_weights_of_a_colocated_one(colocated: Path, tmp_path: Path) -> None:
@@ -147,19 +182,13 @@ def test_events_replayed_give_the_same_actions(tmp_path: Path) -> None:
 
 
 def test_processes_that_are_killed_or_hang_change_nothing(colocated: Path, tmp_path: Path) -> None:
-    """A third worker joins, one is killed and another hangs while they sample; then the trainer is killed."""
     recipe, run_dir = write_recipe(tmp_path, "run", **SYNC), tmp_path / "run"
     run = start(recipe)
-    wait_for(run_dir, 0)
-    ask_for_workers(run_dir, 3)
-    os.kill(pid_of(run_dir, "rollout-0"), signal.SIGKILL)
-    os.kill(pid_of(run_dir, "rollout-1"), signal.SIGSTOP)
-    wait_for(run_dir, 1)
-    os.kill(pid_of(run_dir, "trainer"), signal.SIGKILL)
+    hanging, killed = harm_everyone(run_dir, run)
     said, _ = run.communicate(timeout=300)
     assert run.returncode == 0, said
     assert "rollout workers: 3 instead of 2" in said
-    assert "rollout-0 is started again" in said and "rollout-1 has said nothing for" in said
+    assert f"{killed} is started again" in said and f"{hanging} has said nothing for" in said
     assert "trainer (process" in said and "was ended by SIGKILL. Its log:" in said
     assert_same_run(run_dir, colocated)
 
@@ -171,7 +200,7 @@ def test_a_trainer_that_hangs_is_killed_and_the_run_goes_on_from_its_checkpoint(
     """Sampled and stored meanwhile, the step after the checkpoint is not sampled again."""
     recipe, run_dir = write_recipe(tmp_path, "run", **SYNC), tmp_path / "run"
     run = start(recipe, "train.silence_s=8")
-    wait_for(run_dir, 3)
+    wait_for(run_dir, 3, run)
     os.kill(pid_of(run_dir, "trainer"), signal.SIGSTOP)
     said, _ = run.communicate(timeout=300)
     assert run.returncode == 0, said
@@ -194,7 +223,7 @@ def test_a_run_that_is_a_step_ahead_keeps_the_bound_also_when_it_is_resumed(
     changes = SYNC | {"mode": mode, "tasks": {"train": SETTINGS["tasks"]["train"]}}
     recipe, run_dir = write_recipe(tmp_path, "run", **changes), tmp_path / "run"
     run = start(recipe)
-    wait_for(run_dir, 1)
+    wait_for(run_dir, 1, run)
     others = [pid_of(run_dir, name) for name in ("rollout-0", "rollout-1", "trainer")]
     if end == signal.SIGINT:  # as a batch system does, which signals every process
         for pid in others:
@@ -263,14 +292,14 @@ def test_a_worker_killed_while_it_trains_the_drafter_changes_nothing_and_a_resum
         history={"warm_from": str(colocated)},
     )  # fmt: skip
     run = start(recipe)
-    wait_for(run_dir, 0)
+    wait_for(run_dir, 0, run)
     leader, until_s = "", time.monotonic() + 120
     while not leader and time.monotonic() < until_s:
         with RunStore(run_dir, read_only=True) as store:
             leader = next((event.payload["leader"] for event in store.events("TrainRound")), "")
         time.sleep(0.02)
     os.kill(pid_of(run_dir, leader), signal.SIGKILL)
-    wait_for(run_dir, 3)
+    wait_for(run_dir, 3, run)
     os.kill(run.pid, signal.SIGKILL)
     said, _ = run.communicate(timeout=100)
     assert f"{leader} is started again" in said, said

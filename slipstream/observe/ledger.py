@@ -86,16 +86,14 @@ class Ledger:
             present_s[device] += now_s - since_s
             self._since_s[device] = now_s
         booked, self._booked = self._booked, defaultdict(float)
-        entries = [Entry(step, device, account, seconds) for (device, account), seconds in booked.items() if seconds]
         for device, there_s in present_s.items():
             left_s = there_s - sum(seconds for (one, _), seconds in booked.items() if one == device)
             made_up_s = min(max(0.0, left_s), self._owed_s[device])
             rest_s = max(0.0, left_s) - made_up_s
             self._rested_s[device] += rest_s - made_up_s
             self._owed_s[device] = min(self._owed_s[device] - made_up_s + max(0.0, -left_s), self._rested_s[device])
-            if rest_s:
-                entries.append(Entry(step, device, self._rest[device], rest_s))
-        return entries
+            booked[device, self._rest[device]] += rest_s
+        return [Entry(step, device, account, seconds) for (device, account), seconds in booked.items() if seconds]
 
 
 class Waits:

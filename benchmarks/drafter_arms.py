@@ -39,7 +39,8 @@ from slipstream.draft.selector import MIXED_STRATEGIES, TREE_ROWS, Selector, siz
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
 from slipstream.engine.engine import Engine
-from slipstream.engine.strategy import Always, DraftPolicy, StepResult, Strategy
+from slipstream.engine.sequences import StepPlan
+from slipstream.engine.strategy import Always, DraftPolicy, StepDrafts, StepResult, Strategy
 from slipstream.history.format import FILE_NAME
 from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_tokenizer
@@ -108,6 +109,28 @@ class AccountedAlways(Always, Account):
 
     def observe(self, step: StepResult) -> None:
         self.add(step, is_best=True)
+
+
+class Dry:
+    """Of an engine's steps, those at whose launch the GPU had done all that it was given: it waited for the host."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.num_steps = self.num_dry = 0
+        run_step = engine._run_step
+
+        def counting(plan: StepPlan, drafts: StepDrafts) -> bool:
+            self.num_steps += 1
+            done = engine._unread[-1].done if engine._unread else None
+            self.num_dry += isinstance(done, torch.cuda.Event) and done.query()
+            return run_step(plan, drafts)
+
+        engine._run_step = counting  # type: ignore[method-assign]
+
+    def take_share(self) -> float:
+        """Since this was last asked."""
+        share = self.num_dry / max(1, self.num_steps)
+        self.num_steps = self.num_dry = 0
+        return share
 
 
 class Bench:
@@ -267,6 +290,7 @@ def take_turns(
         bench.prepare(engines[name], batch, selectors.get(name))
     for account in accounts.values():
         account.spent.clear()
+    dry = {name: Dry(engine) for name, engine in engines.items()}
     rounds: dict[str, list[Round]] = {name: [] for name in turns}
     is_same = True
     for _ in range(num_rounds):
@@ -275,7 +299,7 @@ def take_turns(
             result, got = bench.timed(engine, batch)
             making = (engine.facts().graph_s - graph_s) / (time.perf_counter() - started)
             tokens, seconds = result["full"]
-            rounds[name].append(Round(tokens, seconds, making))
+            rounds[name].append(Round(tokens, seconds, making, dry[name].take_share()))
             is_same &= got == texts
     pairs = {
         "selector_share": ("selector", "best"),
@@ -292,6 +316,9 @@ def take_turns(
     print(f"batch {batch}, {num_rounds} rounds in turns, best {best}:")
     for what, share in shares.items():
         print(f"  {what}: {share['all']:.3f} in all, {_line(share['rounds'])}, without graphs {_line(share['made'])}")
+    if bench.model.device.type == "cuda":
+        dry_shares = {name: f"{statistics.fmean(one.dry for one in of_one):.1%}" for name, of_one in rounds.items()}
+        print(f"  the GPU waited for the host in so many steps: {dry_shares}")
     chosen = {
         name: {kind: str(one.best(batch, kind == "repeated")) for kind in ("new", "repeated")}
         for name, one in selectors.items()
@@ -314,6 +341,8 @@ class Round:
     seconds: float
     making: float
     """Of all its time, the share in which graphs were made."""
+    dry: float
+    """Of its steps, the share for which the GPU waited for the host."""
 
     @property
     def rate(self) -> float:

@@ -60,11 +60,12 @@ class Host:
         slots = np.array([sequence.slot for sequence, _, _ in plan.samplers], dtype=int)
         count = np.ones(len(slots), int)
         if plan.num_drafts:
-            count += (self.dice.random(len(slots)) < 1 / 8) * self.dice.integers(1, 5, len(slots))
+            right = (self.dice.random(len(slots)) < 1 / 8) * self.dice.integers(1, 5, len(slots))
+            count += np.minimum(right, [num_drafts for _, _, num_drafts in plan.samplers])
         report[:, :2] = 0
         report[slots, 0], report[slots, 1] = count, count - 1
         report[slots, 2 : 2 + width] = 7
-        report[slots, 2 + 2 * width] = count > 1
+        report[slots, 2 + 2 * width :] = np.arange(width) < (count - 1)[:, None]
         return True
 
     def walk(self, num_steps: int) -> float:

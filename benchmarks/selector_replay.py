@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.draft.selector import Selector
-from slipstream.engine.strategy import MATCHING, OFF, Feeding, StepResult, Strategy
+from slipstream.engine.strategy import MATCHING, OFF, StepResult, Strategy
 
 Step = tuple[int, float, float]
 """Sequences, tokens of each, microseconds."""
@@ -88,7 +88,7 @@ def rounds(
             if way.depth and not is_fed:
                 instead = walks[COPY if matches else OFF]
                 (size, tokens, _), total = instead.at(place), instead.num_tokens
-            is_fed = way.depth > 0 or (is_fed if is_matching else selector.feed(batch) == Feeding.ALL)
+            is_fed = way.depth > 0 or (is_matching and is_fed)
             unread.append((way, tokens, microseconds / 1e6, is_matching, matches))
             if len(unread) > STEPS_AHEAD:
                 *seen, was_matching, is_matching = unread.popleft()

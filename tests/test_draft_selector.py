@@ -102,6 +102,28 @@ def test_what_was_learned_survives_a_checkpoint() -> None:
     Selector().load_state_dict({"8": {"best": [0.0, 2], "steps": []}})  # of an older version: learned anew
 
 
+def test_a_checkpoint_may_come_at_any_step() -> None:
+    """Also while a trial is not settled, and the size of batch changes before it is, as in the tail of a rollout."""
+    world, batches = world_with(0.25, 0.02), [64] * 24 + [30] * 8 + [8] * 8 + [1] * 8
+    selector, num_unsettled = Selector(), 0
+    for batch in batches:
+        drive(selector, world, batch, 5)
+        num_unsettled += any(bucket.contender is not None for bucket in selector._buckets.values())
+        resumed = Selector()
+        resumed.load_state_dict(json.loads(json.dumps(selector.state_dict())))
+        for size in (64, 30, 8, 1):
+            drive(resumed, world, size, 400)
+    assert num_unsettled > 5
+
+
+def test_a_model_of_no_use_is_of_no_use_after_a_checkpoint() -> None:
+    selector, resumed = Selector(MIXED_STRATEGIES), Selector(MIXED_STRATEGIES)
+    drive_asked(selector, 0.0, 1500, 1)
+    resumed.load_state_dict(json.loads(json.dumps(selector.state_dict())))
+    counts = drive_asked(resumed, 0.0, 500, 1)
+    assert resumed.feed(1) == Feeding.NOTHING and not any(count for way, count in counts.items() if way.depth)
+
+
 def test_ways_that_were_never_chosen_for_a_size_are_tried_however_a_step_is_counted() -> None:
     selector = Selector()
     for _ in range(2000):
@@ -367,6 +389,30 @@ def test_before_a_way_that_may_be_tried_only_now_its_model_is_fed() -> None:
             tokens = tokens_of_copies if way == copies else 1.05 if way.depth else 1.0
             selector.observe(StepResult(8, way, tokens, seconds[way], False, 0.05 if way.depth else None))
     assert Feeding.NOTHING in fed and tree in selector.rates(8)
+
+
+@pytest.mark.parametrize(("right", "fed"), [(0.5, Feeding.KEYS), (0.02, Feeding.NOTHING)])
+def test_a_model_that_is_too_dear_for_many_is_fed_for_the_few_that_they_become(right: float, fed: Feeding) -> None:
+    way = Strategy(1.0, 0, 1)
+    selector = Selector([OFF, way])
+    drive_by(selector, 300, {OFF: 1.0, way: 1.0 + right}, {OFF: 1.0, way: 2.0}, right)
+    assert selector.best(8) == OFF and selector.feed(8) == fed
+
+
+@pytest.mark.parametrize("batch", [8, 64])
+def test_a_model_is_not_judged_by_what_another_drafted(batch: int) -> None:
+    """One draft each, of which three in ten are right by now, where none was."""
+    way, right, num_steps = Strategy(1.0, 0, 1), 0.0, 0
+    selector = Selector([OFF, way])
+    while selector.best(batch) == OFF and num_steps < 4000:
+        if num_steps == 3000:
+            selector.note_new_model()
+            right = 0.3
+        chosen = selector.choose(batch)
+        result = (1.0, 1.0, False, None) if chosen == OFF else (1.0 + right, 1.12, False, right)
+        selector.observe(StepResult(batch, chosen, *result))
+        num_steps += 1
+    assert 3000 < num_steps < 3400
 
 
 @pytest.mark.parametrize("batch", [8, 64])

@@ -69,9 +69,10 @@ def test_who_starts_and_is_lost_and_starts_again_in_one_step_has_one_entry_of_it
     ledger.arrive("a", 0.0, rest="start")
     ledger.rest_on("a", IDLE, 3.0)
     ledger.book("a", "decode", 1.0)
-    ledger.leave("a", 4.0)
-    ledger.arrive("a", 4.0, rest="start")
-    assert ledger.close(1, 9.0) == [Entry(1, "a", "start", 8.0), Entry(1, "a", "decode", 1.0)]
+    ledger.leave("a", 304.0)  # it was given up after five minutes
+    ledger.arrive("a", 304.0, rest="start")
+    found = ledger.close(1, 309.0)
+    assert {one.account: one.seconds for one in found} == {"start": 8.0, "decode": 1.0, IDLE: 300.0} and len(found) == 3
 
 
 def test_seconds_that_are_told_of_late_are_not_counted_twice() -> None:

@@ -163,11 +163,16 @@ class Bucket:
         of_shallower = [cost for one, cost in costs.items() if 0 < one.depth <= way.depth]
         if num_rows < ASKED_ROWS or not of_shallower:
             return False
-        first = (sum(right for _, right in self.of_model) + 1) / num_rows
+        first = self.right_of_model
         alone = [cost for one, cost in costs.items() if not one.depth and one.drafts_each == way.drafts_each]
         of_copies = max(alone) if alone else costs.get(self.without_model(), 1.0)
         least = of_copies + first * way.depth * way.branches
         return least < HOPELESS_AT_BEST * costs.get(way, min(of_shallower))
+
+    @property
+    def right_of_model(self) -> float:
+        """Drafts of a model that were right, a step and sequence; one more counts as right."""
+        return (sum(right for _, right in self.of_model) + 1) / max(1, sum(rows for rows, _ in self.of_model))
 
     def look_again(self) -> list[Strategy]:
         """Which ways are beaten by now; those that are so no longer may be anything: their model has learned. What is

@@ -48,6 +48,8 @@ MOST_BETWEEN = 500
 """Steps in which one way is tried again, bad as all may have been: a drafter learns."""
 ASK_AGAIN, ASK_OTHER = 1000, 250
 """Steps after which a model that was hardly ever right is asked again; and one that has other weights since."""
+HARDLY_EVER = 0.1
+"""Right drafts a step and sequence: a model with fewer is of no use to any size of batch."""
 FED_BEFORE = 32
 """Steps before that in which it is told what was said, after it was told nothing."""
 LEAST_LOSS = 0.25
@@ -133,6 +135,9 @@ class Selector:
         use, but for a while before it is asked again, so that it knows what was said last."""
         bucket = self._bucket(batch)
         if not bucket.has_no_use_for_model or (bucket.contender is not None and bucket.contender.depth):
+            return Feeding.KEYS
+        if bucket.beaten and bucket.size > 1 and bucket.right_of_model >= HARDLY_EVER:
+            # Too dear here; but these sequences may go on among fewer, where it is not.
             return Feeding.KEYS
         wait = max(self._wait_to_ask(bucket), _between_trials(batch) - bucket.since_trial)
         return Feeding.KEYS if bucket.beaten and wait <= FED_BEFORE else Feeding.NOTHING
@@ -229,8 +234,10 @@ class Selector:
             return  # chosen for fewer sequences than were then seated
         bucket.ran_s += seconds
         if step.of_model is not None and not is_matching:
+            if bucket.asked_model != self._model:
+                bucket.of_model.clear()  # another was right or wrong
             if bucket.trial != strategy or bucket.trial_steps:  # before the first of a trial it was not ready
-                self._of_model[bucket.size].append((batch, batch * step.of_model))
+                bucket.of_model.append((batch, batch * step.of_model))
             bucket.asked_at, bucket.asked_model = bucket.num_steps, self._model
         if OFF in bucket.costs and strategy != OFF:
             saved_s = tokens_each / bucket.plain_rate(OFF) - seconds
@@ -293,6 +300,7 @@ class Selector:
                 "unit_s": bucket.unit_s,
                 "ways": [[*astuple(way), cost, list(bucket.right[way])] for way, cost in bucket.costs.items()],
                 "beliefs": bucket.beliefs.state_dict(),
+                "of_model": [] if is_matching else list(map(list, bucket.of_model)),
             }
             for (size, is_matching), bucket in self._buckets.items()
         }
@@ -313,9 +321,10 @@ class Selector:
             if OFF in bucket.costs:  # else hardly anything was known
                 if "beliefs" in saved:
                     bucket.beliefs.load_state_dict(saved["beliefs"], list(bucket.costs))
-                else:  # of an earlier version: by its last trial
-                    for way in bucket.costs:
+                for way in bucket.costs:
+                    if way not in bucket.beliefs:  # a contender, or all of an earlier version: by its last trial
                         bucket.weigh(way, OFF)
+                bucket.of_model.extend((rows, right) for rows, right in saved.get("of_model", ()))
                 bucket.take(best if best in bucket.costs else OFF)
                 self._buckets[bucket.size, bucket.is_matching] = bucket
         for bucket in list(self._buckets.values()):

@@ -393,7 +393,8 @@ class Engine:
             seconds = before.elapsed_time(launched.done) / 1e3  # type: ignore[union-attr]
         else:
             seconds = launched.done - before  # type: ignore[operator]
-        self.policy.observe(result_of(launched.drafts, len(plan.samplers), origins, seconds))
+        had_room = plan.num_drafts > 0
+        self.policy.observe(result_of(launched.drafts, len(plan.samplers), origins, seconds, had_room=had_room))
 
     def _withdraw(self, uid: str) -> PartialRollout:
         partial = self._batcher.withdraw(uid)

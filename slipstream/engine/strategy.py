@@ -139,10 +139,14 @@ class StepDrafts:
     """What a learned drafter gets of it."""
 
 
-def result_of(drafts: StepDrafts, batch: int, origins: Sequence[Sequence[int]], seconds: float) -> StepResult:
-    """By where the tokens of its sequences came from; there may be fewer than ran, if some had ended."""
+def result_of(
+    drafts: StepDrafts, batch: int, origins: Sequence[Sequence[int]], seconds: float, *, had_room: bool
+) -> StepResult:
+    """By where the tokens of its sequences came from; there may be fewer than ran, if some had ended. `had_room`:
+    whether it could have drafts."""
     tokens_each = sum(map(len, origins)) / len(origins)
-    of_model = sum(line.count(MODEL_ORIGIN) for line in origins) / len(origins) if drafts.strategy.depth else None
+    was_asked = had_room and drafts.strategy.depth > 0
+    of_model = sum(line.count(MODEL_ORIGIN) for line in origins) / len(origins) if was_asked else None
     return StepResult(batch, drafts.strategy, tokens_each, seconds, drafts.is_matching, of_model)
 
 

@@ -62,14 +62,15 @@ class Ledger:
     def arrive(self, device: str, now_s: float, rest: str = IDLE) -> None:
         """`rest`: the account of what nobody books."""
         assert device not in self._since_s, f"{device} is here already"
-        self._since_s[device], self._rest[device] = now_s, rest
+        self._since_s[device] = now_s
+        self.rest_on(device, rest, now_s)
 
     def rest_on(self, device: str, account: str, now_s: float) -> None:
         """From now on; what nobody has booked until now is on the account on which it rested before."""
+        before, self._rest[device] = self._rest.get(device, account), account
         present_s = self._present_s[device] + now_s - self._since_s[device]
         booked_s = sum(seconds for (one, _), seconds in self._booked.items() if one == device)
-        self._booked[device, self._rest[device]] += max(0.0, present_s - booked_s)
-        self._rest[device] = account
+        self._booked[device, before] += max(0.0, present_s - booked_s)
 
     def leave(self, device: str, now_s: float) -> None:
         self._present_s[device] += now_s - self._since_s.pop(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.engine.fitting import fitted
-from slipstream.engine.strategy import OFF, Demand, StepDrafts, Strategy, are_matching
+from slipstream.engine.strategy import MODEL_ORIGIN, OFF, Demand, StepDrafts, Strategy, are_matching, result_of
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,14 @@ from slipstream.engine.strategy import OFF, Demand, StepDrafts, Strategy, are_ma
 )
 def test_sequences_match_when_two_drafts_each_were_right_copies(origins: list[list[int]], expected: bool) -> None:
     assert are_matching(origins) == expected
+
+
+@pytest.mark.parametrize(("depth", "had_room", "of_model"), [(4, True, 0.5), (4, False, None), (0, True, None)])
+def test_a_model_was_asked_if_the_way_asks_one_and_drafts_had_room(
+    depth: int, had_room: bool, of_model: float | None
+) -> None:
+    drafts = StepDrafts(2, False, Strategy(4.0, 1, depth), room=8)
+    assert result_of(drafts, 2, [[MODEL_ORIGIN, 0], [0]], 1.0, had_room=had_room).of_model == of_model
 
 
 def see(demand: Demand, strategy: Strategy, batch: int, drafts: float, steps: int, *, on_gpu: bool = False) -> int:

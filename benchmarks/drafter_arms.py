@@ -50,6 +50,7 @@ from slipstream.rng import derive_seed
 from slipstream.runtime.bench_history import FEW_GRAPHS, MOST_WARM_UPS, Walk, median_rates, timed_walk
 from slipstream.runtime.benches import describe_machine
 from slipstream.runtime.drafters import find_drafter
+from slipstream.runtime.drafting import draft_with
 from slipstream.runtime.engines import choose_device
 from slipstream.runtime.heap import still_heap
 from slipstream.runtime.prompts import load_training_problems
@@ -172,8 +173,8 @@ class Bench:
         engine = Engine(
             self.model, max_sequences=batch, max_length=self.longest + self.new_tokens, drafter=drafter, policy=policy
         )
-        if drafter is not None and drafter.guesser is not None and weights is not None:
-            drafter.guesser.write(weights.items())
+        if weights is not None:
+            draft_with(engine, weights.items())
         return engine
 
     def walk(self, engine: Engine, batch: int, number: int) -> tuple[Walk, dict[str, tuple[int, ...]]]:

@@ -49,8 +49,9 @@ class Starving(Always):
     def observe(self, step: StepResult) -> None:
         if step.of_model is not None:
             self._of_asking.append(step.of_model)
-        elif self._of_asking:
-            self.right.append(statistics.fmean(self._of_asking[1:] or [0.0]))  # before the first it was not ready
+        else:
+            if len(self._of_asking) > 1:
+                self.right.append(statistics.fmean(self._of_asking[1:]))  # before the first it was not ready
             self._of_asking = []
 
 
@@ -59,6 +60,8 @@ def measure(bench: Bench, batch: int, way: Strategy, fed_steps: int) -> dict[str
     engine = bench.engine(batch, policy, bench.taught)
     for number in range(WALKS):
         bench.walk(engine, batch, number)
+    if len(policy.right) < 2:
+        raise SystemExit(f"asked {len(policy.right)} times, which says nothing: raise --waves or --new-tokens")
     error = statistics.stdev(policy.right) / len(policy.right) ** 0.5
     return {"right": statistics.fmean(policy.right), "error": error, "askings": len(policy.right)}
 

@@ -91,13 +91,18 @@ def wait_for(run_dir: Path, step: int, run: subprocess.Popen[str]) -> None:
     )
 
 
-def workers_that(event_name: str, run_dir: Path) -> list[str]:
-    """To whom this happened, in order; none before the run has a store."""
+def told_by(event_name: str, field: str, run_dir: Path) -> list[str]:
+    """What such events say there, in order; nothing before the run has a store."""
     try:
         with RunStore(run_dir, read_only=True) as store:
-            return [event.payload["worker"] for event in store.events(event_name)]
+            return [event.payload[field] for event in store.events(event_name)]
     except OSError:
         return []
+
+
+def workers_that(event_name: str, run_dir: Path) -> list[str]:
+    """To whom this happened."""
+    return told_by(event_name, "worker", run_dir)
 
 
 def harm_everyone(run_dir: Path, run: subprocess.Popen[str]) -> tuple[str, str]:
@@ -293,11 +298,8 @@ def test_a_worker_killed_while_it_trains_the_drafter_changes_nothing_and_a_resum
     )  # fmt: skip
     run = start(recipe)
     wait_for(run_dir, 0, run)
-    leader, until_s = "", time.monotonic() + 120
-    while not leader and time.monotonic() < until_s:
-        with RunStore(run_dir, read_only=True) as store:
-            leader = next((event.payload["leader"] for event in store.events("TrainRound")), "")
-        time.sleep(0.02)
+    until(lambda: bool(told_by("TrainRound", "leader", run_dir)), "a round of the drafter", run)
+    leader = told_by("TrainRound", "leader", run_dir)[0]
     os.kill(pid_of(run_dir, leader), signal.SIGKILL)
     wait_for(run_dir, 3, run)
     os.kill(run.pid, signal.SIGKILL)

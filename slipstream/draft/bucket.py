@@ -35,6 +35,8 @@ DOUBT = 0.3
 """Standard error of what drafts of any way are worth, once texts have changed."""
 SURPRISE = 2.0
 """Texts have changed where a way gives so many standard errors less than it should."""
+HARDLY_EVER = 0.1
+"""Right drafts a step and sequence: a model with fewer is of no use to any size of batch."""
 ASKED, ASKED_ROWS = 32, 32
 """Steps of ways that ask a model, the last ones, which show how often it is right; sequences in them, at least."""
 SEEN_STEPS = 4000
@@ -116,7 +118,8 @@ class Bucket:
     beaten: set[Strategy] = field(default_factory=set)
     """Ways with a model that is hardly ever right, as of the last look."""
     has_no_use_for_model: bool = False
-    """Whether these are all that ask one and are not hopeless."""
+    """Whether these are all that ask one and are not hopeless; not if it is too dear here, but right, since sequences
+    may go on among fewer, where it is not."""
     asked_at: int = 0
     """The last step that asked one."""
     asked_model: int = 0
@@ -180,7 +183,9 @@ class Bucket:
         beaten, untried = set(filter(self.is_beaten, self.ways)), self.untried()
         self.beliefs.doubt_each(FURTHER_ERROR**2, [*(self.beaten - beaten)])
         self.beaten = beaten
-        self.has_no_use_for_model = not any(way.depth for way in (*(self.costs.keys() - beaten), *untried))
+        is_too_dear = bool(beaten) and self.size > 1 and self.right_of_model >= HARDLY_EVER
+        in_use = any(way.depth for way in (*(self.costs.keys() - beaten), *untried))
+        self.has_no_use_for_model = not (in_use or is_too_dear)
         return untried
 
     def hope(self, way: Strategy) -> float:

@@ -48,8 +48,6 @@ MOST_BETWEEN = 500
 """Steps in which one way is tried again, bad as all may have been: a drafter learns."""
 ASK_AGAIN, ASK_OTHER = 1000, 250
 """Steps after which a model that was hardly ever right is asked again; and one that has other weights since."""
-HARDLY_EVER = 0.1
-"""Right drafts a step and sequence: a model with fewer is of no use to any size of batch."""
 FED_BEFORE = 32
 """Steps before that in which it is told what was said, after it was told nothing."""
 LEAST_LOSS = 0.25
@@ -135,9 +133,6 @@ class Selector:
         use, but for a while before it is asked again, so that it knows what was said last."""
         bucket = self._bucket(batch)
         if not bucket.has_no_use_for_model or (bucket.contender is not None and bucket.contender.depth):
-            return Feeding.KEYS
-        if bucket.beaten and bucket.size > 1 and bucket.right_of_model >= HARDLY_EVER:
-            # Too dear here; but these sequences may go on among fewer, where it is not.
             return Feeding.KEYS
         wait = max(self._wait_to_ask(bucket), _between_trials(batch) - bucket.since_trial)
         return Feeding.KEYS if bucket.beaten and wait <= FED_BEFORE else Feeding.NOTHING

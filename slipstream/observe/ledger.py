@@ -8,7 +8,7 @@ to more than the time there was, which `balance` says.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 ACCOUNTS = {
@@ -69,8 +69,7 @@ class Ledger:
         """From now on; what nobody has booked until now is on the account on which it rested before."""
         before, self._rest[device] = self._rest.get(device, account), account
         present_s = self._present_s[device] + now_s - self._since_s[device]
-        booked_s = sum(seconds for (one, _), seconds in self._booked.items() if one == device)
-        self._booked[device, before] += max(0.0, present_s - booked_s)
+        self._booked[device, before] += max(0.0, present_s - _seconds_of(device, self._booked))
 
     def leave(self, device: str, now_s: float) -> None:
         self._present_s[device] += now_s - self._since_s.pop(device)
@@ -88,13 +87,17 @@ class Ledger:
             self._since_s[device] = now_s
         booked, self._booked = self._booked, defaultdict(float)
         for device, there_s in present_s.items():
-            left_s = there_s - sum(seconds for (one, _), seconds in booked.items() if one == device)
+            left_s = there_s - _seconds_of(device, booked)
             made_up_s = min(max(0.0, left_s), self._owed_s[device])
             rest_s = max(0.0, left_s) - made_up_s
             self._rested_s[device] += rest_s - made_up_s
             self._owed_s[device] = min(self._owed_s[device] - made_up_s + max(0.0, -left_s), self._rested_s[device])
             booked[device, self._rest[device]] += rest_s
         return [Entry(step, device, account, seconds) for (device, account), seconds in booked.items() if seconds]
+
+
+def _seconds_of(device: str, booked: Mapping[tuple[str, str], float]) -> float:
+    return sum(seconds for (one, _), seconds in booked.items() if one == device)
 
 
 class Waits:

@@ -57,11 +57,11 @@ class Host:
     def _run_step(self, plan: StepPlan, drafts: StepDrafts) -> bool:
         report = self.engine._state.report.numpy()
         width = (report.shape[1] - 2) // 3
-        slots = np.array([sequence.slot for sequence, _, _ in plan.samplers], dtype=int)
+        slots = plan.samplers.slot_R
         count = np.ones(len(slots), int)
         if plan.num_drafts:
             right = (self.dice.random(len(slots)) < 1 / 8) * self.dice.integers(1, 5, len(slots))
-            count += np.minimum(right, [num_drafts for _, _, num_drafts in plan.samplers])
+            count += np.minimum(right, plan.samplers.drafts_R)
         report[:, :2] = 0
         report[slots, 0], report[slots, 1] = count, count - 1
         report[slots, 2 : 2 + width] = 7

@@ -66,9 +66,8 @@ def prepare(rows: int, group: int, past: int, length: int, device: torch.device)
         for member, request in enumerate(requests):
             own = said[member % past][: length // 2]
             seats.append(Seat(first + member, Running(request, own), (*prompt, *own), 0))
-    plan = StepPlan((), (), tuple(seats), (), (), (), 0, 0, 0, False)
-    state.apply(plan)
-    drafter.follow(plan)
+    state.apply(StepPlan(seats=tuple(seats)))
+    drafter.follow(seats)
     state["computed"].copy_(state["known"] - 1)
     state["allotted"].fill_(1 + MAX_DRAFTS)
     return drafter, state

@@ -7,9 +7,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from reports import report_of
+
 from slipstream.engine.batcher import Batcher
 from slipstream.engine.pages import PagePool
-from slipstream.engine.sequences import PartialRollout, Running, Sampled, StepPlan
+from slipstream.engine.sequences import PartialRollout, Running, StepPlan
 from slipstream.rng import derive_seed
 from slipstream.types import Request, Rollout, SamplingParams
 
@@ -66,7 +68,8 @@ class Bench:
     ) -> None:
         self.drafts = drafts
         self.gained = 0
-        self.batcher = make_batcher(num_pages, max_step_tokens, num_slots)
+        self.keeps_origins = drafts != (0, 0)
+        self.batcher = make_batcher(num_pages, max_step_tokens, num_slots, keeps_origins=self.keeps_origins)
         self.lag = lag
         self.pages: list[list[int]] = [[-1] * PAGE_TOKENS for _ in range(num_pages)]
         self.slots: dict[int, DeviceSlot] = {}
@@ -120,11 +123,11 @@ class Bench:
         for seat in plan.seats:
             assert seat.slot not in self.slots or not self.slots[seat.slot].live, "a slot is taken twice"
             self.slots[seat.slot] = DeviceSlot(seat.sequence, list(seat.token_ids), seat.num_computed)
-            self.allotted[seat.slot] = 0
+            self.allotted.pop(seat.slot, None)
         assert len({(slot, index) for slot, index, _ in plan.pages}) == len(plan.pages), "an order no device keeps"
         for slot, index, page in plan.pages:
             self.tables.setdefault(slot, {})[index] = page
-        self.allotted |= dict(plan.allotments)
+        self.allotted |= dict(plan.allotments.tolist())
 
     def run(self, plan: StepPlan) -> dict[int, list[int]]:
         """Every live slot runs its allotted tokens, some with drafts, right and wrong; what was sampled, by slot."""
@@ -182,9 +185,11 @@ class Bench:
 
     def read(self) -> None:
         plan, report, version = self.unread.popleft()
-        lines: dict[int, Sampled]
-        lines = {slot: (tokens, [float(token) for token in tokens], [], 0) for slot, tokens in report.items()}
-        for rollout in self.batcher.commit(plan, lines, version):
+        lines = {
+            slot: (tokens, [float(token) for token in tokens], [token % 5 for token in tokens], 0)
+            for slot, tokens in report.items()
+        }
+        for rollout in self.batcher.commit(plan, report_of(lines), version):
             assert rollout.request.uid not in self.done, "every request ends once"
             self.done[rollout.request.uid] = rollout
             del self.alive[rollout.request.uid]
@@ -195,14 +200,17 @@ class Bench:
         assert batcher.pool.num_free + batcher.pool.num_held == batcher.pool.num_pages
         held: set[int] = set()
         for sequence in batcher._seated.values():
-            most = min(sequence.num_launched + sequence.num_hoped, sequence.max_keys)
-            assert len(sequence.pages) * PAGE_TOKENS >= most
+            table, slot = batcher._table, sequence.slot
+            most = min(table["launched"][slot] + table["hoped"][slot], sequence.max_keys)
+            assert len(sequence.pages) * PAGE_TOKENS == table["paged"][slot] >= most
+            assert batcher._at[slot] is sequence and table["seat"][slot] == sequence.seat
             held.update(sequence.pages)
         for group in batcher._groups:
             held.update(group.pages)
         assert len(held) == batcher.pool.num_held, "a held page has a holder"
         slots = [sequence.slot for sequence in batcher._seated.values()]
         assert len(set(slots)) == len(slots) and not set(slots) & set(batcher._free_slots)
+        assert sorted(slots) == sorted(batcher._table.in_turn.tolist()) == sorted(batcher._at)
         assert batcher.num_running + batcher.num_waiting == len(self.alive)
 
     def finish(self) -> None:
@@ -216,6 +224,9 @@ class Bench:
         for rollout in self.done.values():
             assert rollout.token_ids == expected(rollout.request)
             assert rollout.logprobs == tuple(float(token) for token in rollout.token_ids)
+            assert len(rollout.origins) == (len(rollout.token_ids) if self.keeps_origins else 0)
+            pairs = zip(rollout.origins, rollout.token_ids, strict=False)
+            assert all(origin in (0, token % 5) for origin, token in pairs), "0 of what was brought along"
             stopped = rollout.token_ids[-1] in rollout.request.sampling.stop_token_ids
             assert rollout.finish_reason == ("stop" if stopped else "length")
             assert 1 <= rollout.first_version <= rollout.last_version <= self.version

@@ -57,9 +57,8 @@ def random_case(seed: int, device: torch.device) -> tuple[HistoryDrafter, StepSt
         for member, request in enumerate(requests):
             said = list(text(dice.randint(0, 20)))
             seats.append(Seat(2 * group + member, Running(request, said), (*prompt, *said), 0))
-    plan = StepPlan((), (), tuple(seats), (), (), (), 0, 0, 0, False)
-    state.apply(plan)
-    drafter.follow(plan)
+    state.apply(StepPlan(seats=tuple(seats)))
+    drafter.follow(seats)
     state["computed"].copy_(state["known"] - 1)
     state["allotted"][:4] = 1 + MAX_DRAFTS
     state["greedy"][1] = 1
@@ -99,9 +98,9 @@ def test_of_many_places_the_last_vote(few_blocks: int, monkeypatch: pytest.Monke
         for seed in range(12):
             request = Request(f"r{seed}", f"r{seed}", (7,), derive_seed(seed), SamplingParams(max_new_tokens=10))
             drafter.expect([request])
-            plan = StepPlan((), (), (Seat(0, Running(request, []), (7,), 0),), (), (), (), 0, 0, 0, False)
-            state.apply(plan)
-            drafter.follow(plan)
+            seats = (Seat(0, Running(request, []), (7,), 0),)
+            state.apply(StepPlan(seats=seats))
+            drafter.follow(seats)
             count = drafter._find(state, torch.tensor([4, 0], dtype=torch.int32, device=device))[0]
             found.append(state["drafts"][0, : int(count)].tolist())
             drafter.forget(request.uid)

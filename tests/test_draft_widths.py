@@ -46,9 +46,8 @@ def random_case(seed: int, rule: Rule, device: torch.device) -> tuple[HistoryDra
         drafter.expect([request])
         said = [4, 5, 3] * dice.randint(0, 9)
         seats.append(Seat(slot, Running(request, said), (3, 4, 5, 3, *said), 0))
-    plan = StepPlan((), (), tuple(seats), (), (), (), 0, 0, 0, False)
-    state.apply(plan)
-    drafter.follow(plan)
+    state.apply(StepPlan(seats=tuple(seats)))
+    drafter.follow(seats)
     for slot in range(NUM_SLOTS):
         state["computed"][slot] = max(0, int(state["known"][slot]) - dice.choice((1, 1, 1, 4)))
         state["allotted"][slot] = dice.choice((1, 3, 7))

@@ -10,6 +10,7 @@ import pytest
 from batcher_bench import Bench, Budgets, make_batcher, make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reports import report_of
 
 from slipstream.engine.sequences import PartialRollout
 from slipstream.types import Request, SamplingParams
@@ -153,7 +154,7 @@ def test_drafts_give_way_to_prompts_so_that_a_step_stays_as_large() -> None:
     for number, prompt_tokens in enumerate((1, 5)):
         batcher.submit(make_group(f"g{number}", 1, prompt_tokens, 30))
         plan = batcher.plan(11, 11)
-        batcher.commit(plan, {slot: ([7], [0.0], [0], 0) for slot in range(2)}, 0)
+        batcher.commit(plan, report_of({slot: ([7], [0.0], [0], 0) for slot in range(2)}), 0)
         assert plan.num_tokens == 12 and plan.num_drafts == (11 if number == 0 else 6)
 
 
@@ -177,7 +178,7 @@ def test_everyones_turn_comes_when_there_are_more_sequences_than_tokens() -> Non
     bench.submit(requests)
     for _ in range(45):
         bench.step()
-    lengths = [len(sequence.token_ids) for sequence in bench.batcher._seated.values()]
+    lengths = [len(partial.token_ids) for partial in bench.batcher.grown_since({})]
     assert len(lengths) == 10 and max(lengths) - min(lengths) <= 2 and max(lengths) > 10
 
 
@@ -186,10 +187,8 @@ def test_prompts_are_computed_in_order_of_arrival_and_in_chunks() -> None:
     bench.submit(make_group("a", 1, 7, 4))
     bench.submit(make_group("b", 1, 6, 4))
     first, second = bench.step(), bench.step()
-    assert (first.allotments, first.samplers) == (((0, 5),), ())
-    assert second.allotments == ((0, 2), (1, 3)) and [sequence.request.uid for sequence, _, _ in second.samplers] == [
-        "a.0"
-    ]
+    assert first.allotments.tolist() == [[0, 5], [1, 0]] and len(first.samplers) == 0
+    assert second.allotments.tolist() == [[0, 2], [1, 3]] and second.samplers.slot_R.tolist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import random
 
 import pytest
 import torch
+from reports import lines_of
 from torch import Tensor
 
 from slipstream.engine import packing, step
-from slipstream.engine.state import NO_TOKEN, StepState, read_report
+from slipstream.engine.slots import NO_TOKEN, read_report
+from slipstream.engine.state import StepState
 
 pytest.importorskip("triton")
 from slipstream.engine import triton_step
@@ -98,7 +100,7 @@ def test_the_kernels_pack_and_commit_what_the_plain_step_does(seed: int, padding
     for module, state, packed in zip((step, triton_step), states, (plain, kernels), strict=True):
         module.commit(state, packed, sampled, logprobs)
     assert same(states[0]._block, states[1]._block)
-    reports = [read_report(state.report[:NUM_SLOTS].cpu()) for state in states]
+    reports = [lines_of(read_report(state.report[:NUM_SLOTS].cpu().numpy())) for state in states]
     assert reports[0] == reports[1]
     assert seed == 7 or reports[0], "something was sampled"
     had_drafts = any(num_drafted for _, _, _, num_drafted in reports[0].values())
@@ -119,7 +121,7 @@ def test_drafts_are_taken_as_far_as_they_are_right() -> None:
         packed = pack(state, packing.StepSizes(12, 3, 12, with_drafts=True, with_cuts=False))
         sampled = torch.tensor([11, 12, 9, 8, 11, 12, 13, 14, 7, 12, 13, 14], device=DEVICE)
         commit(state, packed, sampled, torch.arange(12.0, device=DEVICE))
-        report = read_report(state.report.cpu())
+        report = lines_of(read_report(state.report.cpu().numpy()))
         assert report == {
             0: ([11, 12, 9], [0, 1, 2], [1, 2, 0], 3),
             1: ([11, 12], [4, 5], [1, 2], 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from reports import report_from
 
 from slipstream.engine.fitting import fitted
 from slipstream.engine.strategy import MODEL_ORIGIN, OFF, Demand, StepDrafts, Strategy, are_matching, result_of
@@ -10,10 +11,10 @@ from slipstream.engine.strategy import MODEL_ORIGIN, OFF, Demand, StepDrafts, St
 
 @pytest.mark.parametrize(
     ("origins", "expected"),
-    [([], False), ([[], [0]], False), ([[1, 2, 0]], True), ([[4, 4, 4, 0]], False), ([[3, 3, 3, 3, 0], [0], []], True)],
+    [([], False), ([[0]], False), ([[1, 2, 0]], True), ([[4, 4, 4, 0]], False), ([[3, 3, 3, 3, 0], [0]], True)],
 )
 def test_sequences_match_when_two_drafts_each_were_right_copies(origins: list[list[int]], expected: bool) -> None:
-    assert are_matching(origins) == expected
+    assert are_matching(report_from(origins)) == expected
 
 
 @pytest.mark.parametrize(("depth", "had_room", "of_model"), [(4, True, 0.5), (4, False, None), (0, True, None)])
@@ -21,7 +22,7 @@ def test_a_model_was_asked_if_the_way_asks_one_and_drafts_had_room(
     depth: int, had_room: bool, of_model: float | None
 ) -> None:
     drafts = StepDrafts(2, False, Strategy(4.0, 1, depth), room=8)
-    assert result_of(drafts, 2, [[MODEL_ORIGIN, 0], [0]], 1.0, had_room=had_room).of_model == of_model
+    assert result_of(drafts, 2, report_from([[MODEL_ORIGIN, 0], [0]]), 1.0, had_room=had_room).of_model == of_model
 
 
 def see(demand: Demand, strategy: Strategy, batch: int, drafts: float, steps: int, *, on_gpu: bool = False) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from reports import lines_of
 from test_draft_history import MAX_LENGTH, NUM_SLOTS, drafter_with, generate, groups, tiny
 from test_draft_learned import SEED, plain_chain, rolled_out, sharp, target
 from tiny_models import packed_rows
@@ -16,7 +17,8 @@ from torch import Tensor
 from slipstream.draft.learned import ModelGuesser
 from slipstream.engine.engine import Engine
 from slipstream.engine.packing import DraftSizes, StepSizes, pack
-from slipstream.engine.state import NO_TOKEN, StepState, read_report
+from slipstream.engine.slots import NO_TOKEN, read_report
+from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Always, Strategy
 from slipstream.engine.trees import branch, commit, tree_paths
 from slipstream.models.attention import AttentionForm
@@ -161,7 +163,7 @@ def test_what_was_sampled_is_a_path_through_the_tree() -> None:
     assert tree.sampling.position_N[:5].tolist() == [5, 6, 6, 7, 7]
     sampled = torch.tensor([11, 0, 21, 0, 7, 11, 0, 21, 0, 9, 12, 0, 0, 0, 0, 8, 8, 8, 8, 8])
     kept = commit(state, packed, tree, sampled, torch.arange(20.0))
-    report = read_report(state.report)
+    report = lines_of(read_report(state.report.numpy()))
     assert report == {
         0: ([11, 21, 7], [0, 2, 4], [2, 4, 0], 4),
         1: ([11, 21], [5, 7], [2, 4], 4),

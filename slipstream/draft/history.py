@@ -24,7 +24,7 @@ from slipstream.draft import cpu_widths, match, widths
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.shelves import ALIGNMENT, MAX_MATCH, NO_TEXT, Shelving, Text, lay_out
 from slipstream.engine.packing import DraftSizes
-from slipstream.engine.sequences import StepPlan
+from slipstream.engine.sequences import Seat
 from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Feeding, Strategy
 from slipstream.engine.trees import KeptPath
@@ -248,9 +248,9 @@ class HistoryDrafter:
         max_new_tokens = max(request.sampling.max_new_tokens for request in requests)
         self._groups |= dict.fromkeys(members, _Group(members, first.prompt_ids, max_new_tokens, set(members)))
 
-    def follow(self, plan: StepPlan) -> None:
+    def follow(self, seats: Sequence[Seat]) -> None:
         lines = []
-        for seat in plan.seats:
+        for seat in seats:
             request = seat.sequence.request
             group = self._groups[request.uid]
             if not group.is_laid_out:

@@ -13,6 +13,8 @@ the same pages, with a copy of the last, partly filled one, and compute only the
 Invariants, asserted by `tests/test_engine_batcher.py`: a plan never exceeds `max_step_tokens`; a seated sequence has
 one slot, and pages for every token that was launched; every submitted request ends exactly once; free + held = all
 pages.
+
+Axes: S slots, R sequences that run with a plan.
 """
 
 from __future__ import annotations
@@ -23,14 +25,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 
 from slipstream.engine.pages import PagePool
-from slipstream.engine.sequences import Group, PartialRollout, Running, Sampled, Sampler, Seat, StepPlan
+from slipstream.engine.sequences import Group, Ints, PartialRollout, Report, Running, Seat, StepPlan
+from slipstream.engine.slots import MAX_STOP_TOKENS, Shares, SlotTable
 from slipstream.engine.stopping import StopTexts
 from slipstream.types import Request, Rollout
-
-MAX_STOP_TOKENS = 8
-"""Of one request: the device compares every sampled token with all of them."""
-NOTHING: Sampled = ([], [], [], 0)
-"""Of a slot that had ended in a step before."""
 
 
 class Batcher:
@@ -43,9 +41,11 @@ class Batcher:
         max_length: int,
         page_tokens: int,
         stop_texts: StopTexts | None = None,
+        keeps_origins: bool = False,
         fit_drafts: Callable[[int, int], int] = lambda num_tokens, num_drafts: num_drafts,
     ) -> None:
-        """`fit_drafts`: how many drafts a step should have, of its other tokens and the drafts it may have."""
+        """`keeps_origins`: rollouts say of each token where it came from. `fit_drafts`: how many drafts a step should
+        have, of its other tokens and the drafts it may have."""
         if pool.num_pages * page_tokens < max_length:
             raise ValueError(
                 f"{pool.num_pages} pages of {page_tokens} tokens cannot hold one sequence of {max_length} tokens: "
@@ -55,19 +55,20 @@ class Batcher:
         self.max_step_tokens = max_step_tokens
         self.max_length = max_length
         self.page_tokens = page_tokens
-        self._stop_texts = stop_texts
+        self._stop_texts, self._keeps_origins = stop_texts, keeps_origins
         self._fit_drafts = fit_drafts
         self.admits_fresh = True
         """Whether sequences that have sampled nothing yet may take a free slot."""
         self.num_preempted = 0
         self.num_sampled = 0
         self._seated: dict[str, Running] = {}
+        self._at: dict[int, Running] = {}
+        """The same, by slot."""
+        self._table = SlotTable(num_slots, max_length)
         self._groups: deque[Group] = deque()
         self._live: set[str] = set()
         self._free_slots = list(range(num_slots))
         self._seat_numbers = count()
-        self._allotted: dict[int, int] = {}
-        """By slot: tokens it may run, as the device knows."""
         self._vacated: list[int] = []
 
     @property
@@ -120,24 +121,31 @@ class Batcher:
             sequence.request, tuple(sequence.token_ids), tuple(sequence.logprobs), sequence.first_version
         )
 
-    def seated(self) -> list[Running]:
-        return list(self._seated.values())
+    def grown_since(self, known: Mapping[str, int]) -> list[PartialRollout]:
+        """What sequences that are running have beyond the number of tokens that is known of each."""
+        grown = []
+        for uid, sequence in self._seated.items():
+            tokens, logprobs = self._table.sampled_from(sequence, known.get(uid, 0))
+            if tokens:
+                first_version = int(self._table["first_version"][sequence.slot])
+                grown.append(PartialRollout(sequence.request, tuple(tokens), tuple(logprobs), first_version))
+        return grown
 
     @property
     def num_begun(self) -> int:
-        """Sequences with tokens of their own, seated or preempted."""
-        waiting = (member for group in self._groups for member in group.members)
-        return sum(sequence.has_begun for sequence in (*self._seated.values(), *waiting))
+        """Sequences with tokens of their own, or that will have some after the steps launched so far."""
+        waiting = sum(bool(member.token_ids) for group in self._groups for member in group.members)
+        known = self._table["known"].tolist()
+        return waiting + sum(known[one.slot] > len(one.request.prompt_ids) for one in self._seated.values())
 
     def restart_begun(self) -> None:
         """Sequences that have begun lose their tokens and wait to begin again, those of one prompt together."""
         self.send_back_running()
         fresh: dict[tuple[int, ...], Group] = {}
         for group in list(self._groups):
-            for member in [member for member in group.members if member.has_begun]:
+            for member in [member for member in group.members if member.token_ids]:
                 group.members.remove(member)
                 member.token_ids, member.logprobs, member.origins, member.first_version = [], [], [], -1
-                member.met_stop_text = False
                 fresh.setdefault(member.request.prompt_ids, Group(deque())).members.append(member)
             self._drop_if_empty(group)
         self._groups.extendleft(reversed(fresh.values()))
@@ -148,7 +156,7 @@ class Batcher:
 
     def send_back_unbegun(self) -> None:
         """Seated sequences without a token of their own go back to wait: their keys are no longer right."""
-        self._send_back(sequence for sequence in self._seated.values() if not sequence.token_ids)
+        self._send_back(sequence for sequence in self._seated.values() if not self._table.num_sampled(sequence))
 
     def send_back_running(self) -> None:
         """Running sequences give up slot and pages, and wait with the tokens they have, oldest first."""
@@ -168,83 +176,61 @@ class Batcher:
         copies: list[tuple[int, int]] = []
         entries: list[tuple[int, int, int]] = []
         seats = self._seat_waiting(copies, entries)
-        shares = self._share_out()
-        num_due = sum(shares.values())
+        shares = self._table.share_out(self.max_step_tokens)
+        num_due = shares.num_tokens
         max_drafts = min(self._fit_drafts(num_due, max_drafts) if max_drafts else 0, self.max_step_tokens - num_due)
-        drafts_each = min(drafts_each, max_drafts)
-        drafts: dict[Running, int] = {}
-        while shares and not (drafts := self._grow_all(shares, drafts_each, entries)):
-            shares = self._share_out()  # all who had a share were preempted: it is the others' turn
-        shares = {sequence: shares[sequence] for sequence in drafts}
-        samplers: list[Sampler] = []
-        allotted: dict[int, int] = {}
-        with_cuts, most_drafts = False, 0
-        for sequence, tokens in shares.items():
-            num_drafts = drafts[sequence]
-            sequence.num_launched += tokens
-            allotted[sequence.slot] = tokens + num_drafts
-            if sequence.num_launched == sequence.num_known:
-                sequence.num_unread += 1
-                sequence.num_hoped += num_drafts
-                most_drafts += num_drafts
-                samplers.append((sequence, sequence.seat, num_drafts))
-                with_cuts |= sequence.cuts_tail
-        changed = [(slot, tokens) for slot, tokens in allotted.items() if tokens != self._allotted.get(slot)]
-        changed += [(slot, 0) for slot in self._allotted if slot not in allotted]
-        self._allotted = allotted
+        shares, drafts_R = self._grow_all(shares, min(drafts_each, max_drafts), entries)
+        samplers, allotments = self._table.launch(shares, drafts_R)
         vacated, self._vacated = self._vacated, []
-        num_drafts = min(max_drafts, most_drafts)
+        num_drafts = min(max_drafts, int(samplers.drafts_R.sum())) if max_drafts else 0
         return StepPlan(
             vacated=tuple(vacated),
             copies=tuple(copies),
             seats=tuple(seat for seat in seats if seat.sequence.slot == seat.slot),
             pages=tuple(entries),
-            allotments=tuple(changed),
-            samplers=tuple(samplers),
-            num_rows=len(shares),
-            num_tokens=sum(shares.values()) + num_drafts,
+            allotments=allotments,
+            samplers=samplers,
+            num_rows=len(shares.slot_R),
+            num_tokens=shares.num_tokens + num_drafts,
             num_drafts=num_drafts,
-            with_cuts=with_cuts,
+            with_cuts=bool(self._table["cuts_tail"][samplers.slot_R].any()),
         )
 
-    def commit(
-        self, plan: StepPlan, report: Mapping[int, Sampled], version: int, *, keeps_origins: bool = False
-    ) -> list[Rollout]:
-        """Take in what slots sampled, and where from if drafts are in use; give back what has ended."""
+    def commit(self, plan: StepPlan, report: Report, version: int) -> list[Rollout]:
+        """Take in what slots sampled; give back what has ended."""
+        ended, num_sampled = self._table.take_in(plan.samplers, report, version)
+        self.num_sampled += num_sampled
         finished: list[Rollout] = []
-        stop_texts = self._stop_texts
-        for sequence, seat, num_drafts in plan.samplers:
-            if sequence.seat != seat:
-                continue  # taken out meanwhile: the tokens will be computed again
-            new, logprobs, origins, _ = report.get(sequence.slot, NOTHING)
-            sequence.num_unread -= 1
-            sequence.num_hoped -= num_drafts
-            sequence.token_ids += new
-            sequence.logprobs += logprobs
-            if keeps_origins:
-                sequence.origins += origins
-            sequence.num_launched += len(new) - 1
-            self.num_sampled += len(new)
-            if sequence.first_version < 0:
-                sequence.first_version = version
-            if stop_texts is not None and sequence.request.sampling.stop:
-                self._look_for_stop_text(stop_texts, sequence, len(new))
-            reason = sequence.finish_reason
-            if reason is not None:
+        for slot, num_new, is_stopped in ended:
+            sequence = self._at[slot]
+            if sequence.request.sampling.stop:
+                is_stopped |= self._met_stop_text(sequence, num_new)
+            if is_stopped or self._table["left"][slot] <= 0:
                 self._release(sequence)
                 self._live.remove(sequence.request.uid)
-                finished.append(sequence.ended(reason, version))
+                finished.append(sequence.ended("stop" if is_stopped else "length", version))
         return finished
 
-    def _look_for_stop_text(self, stop_texts: StopTexts, sequence: Running, num_new: int) -> None:
+    def uids_of(self, plan: StepPlan, slots: Sequence[int]) -> list[str]:
+        """Of the sequences that sampled with this plan in these slots and are still there."""
+        seats = dict(zip(plan.samplers.slot_R.tolist(), plan.samplers.seat_R.tolist(), strict=True)) if slots else {}
+        here = [self._at[slot] for slot in slots if slot in self._at]
+        return [sequence.request.uid for sequence in here if seats.get(sequence.slot) == sequence.seat]
+
+    def _met_stop_text(self, sequence: Running, num_new: int) -> bool:
         """What was sampled beyond the end of a stop text is dropped; the device is told, which does not know of it."""
-        stops = sequence.request.sampling.stop
-        end = stop_texts.end_of(sequence.token_ids, len(sequence.token_ids) - num_new, stops)
-        if end is not None:
-            self.num_sampled -= len(sequence.token_ids) - end
-            del sequence.token_ids[end:], sequence.logprobs[end:], sequence.origins[end:]
-            sequence.met_stop_text = True
-            self._vacated.append(sequence.slot)
+        stop_texts, stops = self._stop_texts, sequence.request.sampling.stop
+        assert stop_texts is not None, "such a request was refused"
+        num_old = self._table.num_sampled(sequence) - num_new
+        first = max(0, num_old - stop_texts.reach(stops))
+        tokens, _ = self._table.sampled_from(sequence, first)
+        end = stop_texts.end_of(tokens, num_old - first, stops)
+        if end is None:
+            return False
+        self.num_sampled -= len(tokens) - end
+        self._table["new"][sequence.slot] -= len(tokens) - end
+        self._vacated.append(sequence.slot)
+        return True
 
     def _check(self, request: Request) -> None:
         assert request.uid not in self._live, f"request {request.uid} is already here"
@@ -266,50 +252,27 @@ class Batcher:
                 f"not {num_new}"
             )
 
-    def _share_out(self) -> dict[Running, int]:
-        """How many tokens each sequence runs in this step."""
-        budget = self.max_step_tokens
-        decoding: list[Running] = []
-        in_prompt: dict[Running, int] = {}
-        for sequence in self._seated.values():
-            due = sequence.num_due
-            if due == 1:
-                decoding.append(sequence)
-            elif due > 1:
-                in_prompt[sequence] = due
-        shares = dict.fromkeys(decoding[:budget], 1)
-        if len(decoding) > budget:  # then the served go to the back, so that everyone's turn comes
-            for sequence in shares:
-                uid = sequence.request.uid
-                self._seated[uid] = self._seated.pop(uid)
-        budget -= len(shares)
-        for sequence, due in in_prompt.items():
-            if budget > 0:
-                shares[sequence] = min(due, budget)
-                budget -= shares[sequence]
-        return shares
-
     def _seat_waiting(self, copies: list[tuple[int, int]], entries: list[tuple[int, int, int]]) -> list[Seat]:
         seats: list[Seat] = []
         if not self._free_slots or not self._groups:
             return seats
         # A page is left for everyone here who may need one, lest it be preempted at once.
-        reserved = sum(self._may_grow(sequence) for sequence in self._seated.values())
+        slots, paged, max_keys = self._table.in_turn, self._table["paged"], self._table["max_keys"]
+        reserved = int((paged[slots] < max_keys[slots]).sum())
         for group in list(self._groups):
             self._collect_prompt(group)
             while group.members and self._free_slots and group.leader is None:
-                if not (self.admits_fresh or group.members[0].has_begun):
+                if not (self.admits_fresh or group.members[0].token_ids):
                     break
                 if not self._has_room_for(group, reserved):
                     return seats
                 sequence = group.members.popleft()
-                self._take_seat(sequence)
-                num_shared = self._share_prompt(group, sequence, copies)
+                num_shared = self._take_seat(group, sequence, copies)
                 entries += [(sequence.slot, index, page) for index, page in enumerate(sequence.pages)]
                 entries += self._grow(sequence, sequence.num_known)
                 ids = (*sequence.request.prompt_ids, *sequence.token_ids)
                 seats.append(Seat(sequence.slot, sequence, ids, num_shared))
-                reserved += self._may_grow(sequence)
+                reserved += len(sequence.pages) * self.page_tokens < sequence.max_keys
                 if not group.pages and group.members and len(sequence.request.prompt_ids) > 1:
                     group.leader = sequence
             self._drop_if_empty(group)
@@ -319,9 +282,6 @@ class Batcher:
         if not group.members:
             self.pool.give_back(group.pages)
             self._groups.remove(group)
-
-    def _may_grow(self, sequence: Running) -> bool:
-        return len(sequence.pages) < self._pages_for(sequence.max_keys)
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
@@ -336,13 +296,19 @@ class Batcher:
         num_shared = (len(sequence.request.prompt_ids) - 1) // self.page_tokens if group.pages else 0
         return self._pages_for(sequence.num_known) - num_shared
 
-    def _take_seat(self, sequence: Running) -> None:
+    def _take_seat(self, group: Group, sequence: Running, copies: list[tuple[int, int]]) -> int:
+        """With what the group has computed of the prompt; the number of tokens it need not compute."""
         sequence.slot, sequence.seat = heapq.heappop(self._free_slots), next(self._seat_numbers)
-        self._seated[sequence.request.uid] = sequence
+        self._seated[sequence.request.uid] = self._at[sequence.slot] = sequence
+        num_shared = self._share_prompt(group, sequence, copies)
+        self._table.seat(sequence, num_computed=num_shared, num_paged=len(sequence.pages) * self.page_tokens)
+        return num_shared
 
     def _collect_prompt(self, group: Group) -> None:
         """The leader has launched the whole prompt: the group takes hold of the pages its other members need."""
-        if group.leader is None or group.leader.num_launched < len(group.leader.request.prompt_ids):
+        if group.leader is None:
+            return
+        if self._table["launched"][group.leader.slot] < len(group.leader.request.prompt_ids):
             return
         # The last prompt token is left to each member: its logits are where the member's own first token comes from.
         group.pages = group.leader.pages[: self._pages_for(len(group.leader.request.prompt_ids) - 1)]
@@ -361,36 +327,31 @@ class Batcher:
             own = self.pool.take(1)
             copies.append((page, own[0]))
             sequence.pages = sequence.pages + own
-        sequence.num_launched = num_shared
         return num_shared
 
-    def _grow_all(
-        self, shares: dict[Running, int], drafts_each: int, entries: list[tuple[int, int, int]]
-    ) -> dict[Running, int]:
-        """Pages for what each is to run; those who were not preempted for others, and the drafts each may run."""
-        drafts = {}
-        page_tokens = self.page_tokens
-        num_preempted = self.num_preempted
-        for sequence, tokens in shares.items():
-            if sequence.seat < 0:
-                continue
-            hoped = sequence.num_launched + sequence.num_hoped + tokens
-            room = len(sequence.pages) * page_tokens
-            num_drafts = 0
-            if drafts_each and tokens == 1 and sequence.num_due == 1:
-                # Only for one who decodes, not beyond the last token it may sample, and never at another's cost.
-                num_drafts = sequence.max_keys - hoped
-                if num_drafts > drafts_each:
-                    num_drafts = drafts_each
-                if num_drafts < 0 or hoped + num_drafts > room + self.pool.num_free * page_tokens:
-                    num_drafts = 0
-            drafts[sequence] = num_drafts
-            hoped += num_drafts
-            if hoped > room:
-                entries += self._grow(sequence, min(hoped, sequence.max_keys))
-        if self.num_preempted == num_preempted:
-            return drafts
-        return {sequence: count for sequence, count in drafts.items() if sequence.seat >= 0}
+    def _grow_all(self, shares: Shares, drafts_each: int, entries: list[tuple[int, int, int]]) -> tuple[Shares, Ints]:
+        """Pages for what each is to run, at the cost of the youngest if need be; the shares of those who are left, and
+        how many drafts each may run, which are never at another's cost."""
+        drafts_R, needed_R = self._table.reach(shares, drafts_each)
+        paged_R = self._table["paged"][shares.slot_R]
+        short = (needed_R > paged_R).nonzero()[0]
+        rows = list(zip(short.tolist(), shares.slot_R[short].tolist(), needed_R[short].tolist(), strict=True))
+        num_pages = sum(self._pages_for(needed) - len(self._at[slot].pages) for _, slot, needed in rows)
+        if num_pages <= self.pool.num_free:
+            for _, slot, needed in rows:
+                entries += self._grow(self._at[slot], needed)
+            return shares, drafts_R
+        for row, slot, needed in rows:
+            if slot not in self._at:
+                continue  # preempted for another
+            if needed > paged_R[row] + self.pool.num_free * self.page_tokens:
+                needed, drafts_R[row] = needed - drafts_R[row], 0
+            if needed > paged_R[row]:
+                entries += self._grow(self._at[slot], int(needed))
+        are_here_R = self._table["seat"][shares.slot_R] >= 0
+        if len(are_here_R) and not are_here_R.any():  # then it is the turn of those who had no share
+            return self._grow_all(self._table.share_out(self.max_step_tokens), drafts_each, entries)
+        return shares.of(are_here_R), drafts_R[are_here_R]
 
     def _grow(self, sequence: Running, num_tokens: int) -> list[tuple[int, int, int]]:
         """Pages for the first `num_tokens` tokens, from younger sequences if need be; the new table entries.
@@ -412,6 +373,7 @@ class Batcher:
             return []
         first, slot, pages = len(sequence.pages), sequence.slot, self.pool.take(needed)
         sequence.pages += pages
+        self._table["paged"][slot] = len(sequence.pages) * self.page_tokens
         return [(slot, index, page) for index, page in enumerate(pages, first)]
 
     def _send_back(self, sequences: Iterable[Running]) -> None:
@@ -426,16 +388,15 @@ class Batcher:
                 group.leader = None  # another member computes the prompt
         self._vacated.append(sequence.slot)
         self._release(sequence)
-        sequence.num_launched = sequence.num_unread = sequence.num_hoped = 0
 
     def _release(self, sequence: Running) -> None:
         """Slot and pages are free again. A leader that ends has launched its prompt: its group takes pages first."""
         for group in self._groups:
             if group.leader is sequence:
                 self._collect_prompt(group)
-        del self._seated[sequence.request.uid]
+        del self._seated[sequence.request.uid], self._at[sequence.slot]
+        self._table.vacate(sequence, keeps_origins=self._keeps_origins)
         self.pool.give_back(sequence.pages)
-        self._allotted.pop(sequence.slot, None)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.pages, sequence.slot, sequence.seat = [], -1, -1
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.engine.packing import DraftSizes
-from slipstream.engine.sequences import StepPlan
+from slipstream.engine.sequences import Seat
 from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Feeding, Strategy
 from slipstream.engine.trees import KeptPath
@@ -49,7 +49,7 @@ class Drafter(Protocol):
     def expect(self, requests: Sequence[Request]) -> None:
         """On the host: these were submitted, one group."""
 
-    def follow(self, plan: StepPlan) -> None:
+    def follow(self, seats: Sequence[Seat]) -> None:
         """On the host, before the step is launched: who takes a slot."""
 
     def forget(self, uid: str) -> None:

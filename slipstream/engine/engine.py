@@ -28,8 +28,9 @@ from slipstream.engine.fitting import coarsely, fitted, padded
 from slipstream.engine.graphs import GraphPool
 from slipstream.engine.packing import DraftSizes, Launch, StepSizes
 from slipstream.engine.pages import PagePool, copy_rounds
-from slipstream.engine.sequences import PartialRollout, StepPlan
-from slipstream.engine.state import BROKEN, Launched, StepState, read_report
+from slipstream.engine.sequences import PartialRollout, Report, StepPlan
+from slipstream.engine.slots import read_report
+from slipstream.engine.state import Launched, StepState
 from slipstream.engine.step import draft_step, run_step
 from slipstream.engine.stopping import Decode, StopTexts
 from slipstream.engine.strategy import (
@@ -102,6 +103,7 @@ class Engine:
             max_length=max_length,
             page_tokens=PAGE_TOKENS,
             stop_texts=None if decode is None else StopTexts(decode),
+            keeps_origins=drafter is not None,
             **({"fit_drafts": fitted} if on_gpu and graphs else {}),
         )
         self._pages = KVPages(pool.num_pages, PAGE_TOKENS)
@@ -242,13 +244,7 @@ class Engine:
 
     def grown_since(self, known: Mapping[str, int]) -> list[PartialRollout]:
         """What sequences that are running have beyond the number of tokens that is known of each."""
-        grown = []
-        for sequence in self._batcher.seated():
-            start = known.get(sequence.request.uid, 0)
-            if len(sequence.token_ids) > start:
-                tokens, logprobs = tuple(sequence.token_ids[start:]), tuple(sequence.logprobs[start:])
-                grown.append(PartialRollout(sequence.request, tokens, logprobs, sequence.first_version))
-        return grown
+        return self._batcher.grown_since(known)
 
     def facts(self) -> EngineFacts:
         pool = self._batcher.pool
@@ -308,7 +304,7 @@ class Engine:
             self._pages.copy(*copies.T)
         self._state.apply(plan)
         if self.drafter is not None:
-            self.drafter.follow(plan)
+            self.drafter.follow(plan.seats)
             self.drafter.tune(drafts.strategy)
         if not plan.num_tokens:
             return
@@ -381,20 +377,22 @@ class Engine:
         drafting = DraftSizes(num_askers, strategy.depth, branches, strategy.min_match > 0)
         return [Launch(drafting, None), Launch(None, step)] if strategy.depth else [Launch(drafting, step)]
 
-    def _tell_policy(self, launched: Launched, origins: Sequence[Sequence[int]]) -> None:
+    def _tell_policy(self, launched: Launched, report: Report) -> None:
         """How long the step took, if it only decoded, needed no preparation and came right after another.
 
         Sequences that had ended in a step launched earlier ran for nothing: they say nothing of what drafts give."""
         before, self._last_done = self._last_done, launched.done
         plan = launched.plan
-        if self.policy is None or before is None or not launched.was_prepared or plan.num_prefilled or not origins:
+        if self.policy is None or before is None or not launched.was_prepared or plan.num_prefilled:
+            return
+        if not report.num_rows:
             return
         if isinstance(launched.done, torch.cuda.Event):
             seconds = before.elapsed_time(launched.done) / 1e3  # type: ignore[union-attr]
         else:
             seconds = launched.done - before  # type: ignore[operator]
         had_room = plan.num_drafts > 0
-        self.policy.observe(result_of(launched.drafts, len(plan.samplers), origins, seconds, had_room=had_room))
+        self.policy.observe(result_of(launched.drafts, len(plan.samplers), report, seconds, had_room=had_room))
 
     def _withdraw(self, uid: str) -> PartialRollout:
         partial = self._batcher.withdraw(uid)
@@ -422,27 +420,19 @@ class Engine:
         """Wait for a step's report and commit it; what has ended is ready to be given out."""
         if isinstance(launched.done, torch.cuda.Event):
             launched.done.synchronize()
-        report = read_report(launched.report)
-        broken = []
-        if any(BROKEN in tokens for tokens, _, _, _ in report.values()):
-            broken = [
-                sequence.request.uid
-                for sequence, seat, _ in launched.plan.samplers
-                if sequence.seat == seat and sequence.slot in report and BROKEN in report[sequence.slot][0]
-            ]
+        report = read_report(launched.report.numpy())
+        broken = self._batcher.uids_of(launched.plan, report.broken)
         for uid in broken:
             self._withdraw(uid)
-        finished = self._batcher.commit(launched.plan, report, launched.version, keeps_origins=self.drafter is not None)
+        finished = self._batcher.commit(launched.plan, report, launched.version)
         self._ready += finished
-        origins = [origins for _, _, origins, _ in report.values()]
         if self.drafter is not None:
             for rollout in finished:
                 self.drafter.forget(rollout.request.uid)
-            num_drafted = [num_drafted for _, _, _, num_drafted in report.values()]
-            self._draft_counts.add(num_drafted, origins)
-            self._are_matching = launched.drafts.strategy.looks_for_matches and are_matching(origins)
-            self._demand.observe(launched.drafts, launched.plan.num_drafts, sum(num_drafted))
-        self._tell_policy(launched, origins)
+            self._draft_counts.add(report)
+            self._are_matching = launched.drafts.strategy.looks_for_matches and are_matching(report)
+            self._demand.observe(launched.drafts, launched.plan.num_drafts, report.num_drafted)
+        self._tell_policy(launched, report)
         if broken:
             raise BrokenLogits(
                 f"the model gave logits that are not numbers (NaN or infinite) for {broken[0]} and {len(broken) - 1} "

@@ -14,23 +14,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.engine.batcher import MAX_STOP_TOKENS
-from slipstream.engine.sequences import Sampled, Seat, StepPlan
+from slipstream.engine.sequences import Seat, StepPlan
+from slipstream.engine.slots import MAX_STOP_TOKENS, NO_TOKEN
 from slipstream.engine.strategy import StepDrafts
 from slipstream.rng import MASK32
 from slipstream.types import SamplingParams
-
-NO_TOKEN = -2
-"""No stop token; no draft."""
-BROKEN = -1
-"""In the report, as a token: the logits were not numbers."""
 
 _FIELDS = (
     "known",  # tokens in the buffer: prompt and sampled
@@ -119,7 +113,9 @@ class StepState:
             tokens = (*seat.token_ids, *seat.sequence.request.script_ids[len(seat.sequence.token_ids) :])
             places.append(np.arange(len(tokens)) + self._place("tokens", seat.slot))
             values.append(np.array(tokens))
-        writes |= {self._place("allotted", slot): tokens for slot, tokens in plan.allotments}
+        if len(plan.allotments):
+            places.append(self._layout["allotted"][0] + plan.allotments[:, 0])
+            values.append(plan.allotments[:, 1])
         if plan.pages:
             numbers = np.fromiter(chain.from_iterable(plan.pages), np.int64, 3 * len(plan.pages))
             slots, indices, pages = numbers.reshape(-1, 3).T
@@ -153,7 +149,6 @@ class StepState:
             "known": len(seat.token_ids),
             "computed": seat.num_computed,
             "limit": len(request.prompt_ids) + request.sampling.max_new_tokens,
-            "allotted": 0,
             "live": 1,
             "drafted": 0,
             "scripted": int(bool(request.script_ids)),
@@ -190,25 +185,6 @@ class Launched:
     report: Tensor
     done: torch.cuda.Event | float
     """When the report is there: an event of the GPU, or the time on a CPU."""
-
-
-def read_report(report: Tensor) -> dict[int, Sampled]:
-    """From a copy on the host: what was sampled, by slot. Most slots may be free, and cost nothing here."""
-    lines = report.numpy()
-    slots = lines[:, 0].nonzero()[0]
-    counts, num_drafted = lines[:, :2][slots].T.tolist()
-    width, most = (lines.shape[1] - 2) // 3, max(counts, default=0)
-    parts = [lines[:, 2 + part * width :][:, :most][slots] for part in range(3)]
-    parts[1] = parts[1].view(np.float32)
-    tokens, logprobs, origins = (part.tolist() for part in parts)
-    if most > 1:
-        tokens, logprobs, origins = (_cut(part, counts) for part in (tokens, logprobs, origins))
-    sampled = zip(tokens, logprobs, origins, num_drafted, strict=True)
-    return dict(zip(slots.tolist(), sampled, strict=True))
-
-
-def _cut(rows: list[list[Any]], counts: list[int]) -> list[list[Any]]:
-    return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
 def _float_bits(value: float) -> int:

@@ -21,7 +21,8 @@ from slipstream.engine import trees
 from slipstream.engine.drafting import Drafter
 from slipstream.engine.packing import DraftSizes, PackedStep, StepSizes, pack, room_for_drafts
 from slipstream.engine.sampling import sample_rows
-from slipstream.engine.state import NO_TOKEN, StepState
+from slipstream.engine.slots import NO_TOKEN
+from slipstream.engine.state import StepState
 from slipstream.models.cached import KVPages
 from slipstream.models.packed import row_logits
 

@@ -19,11 +19,15 @@ class StopTexts:
         self._decode = decode
         self._pieces: dict[int, str] = {}
 
+    def reach(self, stops: Sequence[str]) -> int:
+        """Tokens before new ones that have to be known to say whether these complete a stop text."""
+        return max(map(len, stops)) + MARGIN
+
     def end_of(self, token_ids: Sequence[int], num_old: int, stops: Sequence[str]) -> int | None:
         """The number of tokens up to the one that completes a stop text, if that is not among the first `num_old`."""
         # A token alone may decode without the spaces at its edges, or to a part of a sign, but shows all other signs.
         last_signs = None if any(stop[-1].isspace() for stop in stops) else {stop[-1] for stop in stops}
-        window = max(map(len, stops)) + MARGIN
+        window = self.reach(stops)
         for end in range(num_old + 1, len(token_ids) + 1):
             piece = self._piece(token_ids[end - 1])
             if last_signs is not None and not last_signs.intersection(piece) and PART_OF_SIGN not in piece:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import chain
 from typing import Protocol
 
+from slipstream.engine.sequences import Report
 from slipstream.types import MODEL_ORIGIN, TEXT_ORIGINS
 
 MATCHING = 2.0
@@ -62,11 +61,10 @@ class Feeding(IntEnum):
     """It can be asked right after the step."""
 
 
-def are_matching(origins: Iterable[Sequence[int]]) -> bool:
+def are_matching(report: Report) -> bool:
     """Whether sequences repeat texts that are known, by where the tokens of their last step came from."""
-    lines = [line for line in origins if line]
-    num_copied = sum(origin in TEXT_ORIGINS for line in lines for origin in line)
-    return num_copied >= MATCHING * max(1, len(lines))
+    num_copied = sum(report.num_from[origin] for origin in TEXT_ORIGINS)
+    return num_copied >= MATCHING * max(1, report.num_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +137,12 @@ class StepDrafts:
     """What a learned drafter gets of it."""
 
 
-def result_of(
-    drafts: StepDrafts, batch: int, origins: Sequence[Sequence[int]], seconds: float, *, had_room: bool
-) -> StepResult:
-    """By where the tokens of its sequences came from; there may be fewer than ran, if some had ended. `had_room`:
-    whether it could have drafts."""
-    tokens_each = sum(map(len, origins)) / len(origins)
+def result_of(drafts: StepDrafts, batch: int, report: Report, seconds: float, *, had_room: bool) -> StepResult:
+    """By what was reported of its sequences; there may be fewer than ran, if some had ended. `had_room`: whether it
+    could have drafts."""
+    tokens_each = sum(report.num_from) / report.num_rows
     was_asked = had_room and drafts.strategy.depth > 0
-    of_model = sum(line.count(MODEL_ORIGIN) for line in origins) / len(origins) if was_asked else None
+    of_model = report.num_from[MODEL_ORIGIN] / report.num_rows if was_asked else None
     return StepResult(batch, drafts.strategy, tokens_each, seconds, drafts.is_matching, of_model)
 
 
@@ -233,11 +229,16 @@ class DraftCounts:
         self.accepted.update(other.accepted)
         self.tokens_from.update(other.tokens_from)
 
-    def add(self, num_drafted: Sequence[int], origins: Sequence[Sequence[int]]) -> None:
-        """One step: for each sequence how many drafts it had, and where its tokens came from; none if it was idle."""
-        lines = [line for line in origins if line]
-        self.num_rows += len(lines)
-        self.tokens_from.update(chain.from_iterable(lines))
-        if any(num_drafted):
-            self.drafted.update(filter(None, num_drafted))
-            self.accepted.update(len(line) - line.count(0) for line in lines)
+    def add(self, report: Report) -> None:
+        """One step."""
+        self.num_rows += report.num_rows
+        self.tokens_from.update(_counted(report.num_from))
+        drafted = _counted(report.by_drafted)
+        drafted.pop(0, None)
+        if drafted:
+            self.drafted.update(drafted)
+            self.accepted.update(_counted(report.by_right))
+
+
+def _counted(counts: list[int]) -> dict[int, int]:
+    return {what: count for what, count in enumerate(counts) if count}

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.engine.batcher import MAX_STOP_TOKENS
 from slipstream.engine.packing import PackedStep, StepSizes
 from slipstream.engine.sampling import SamplingRows
+from slipstream.engine.slots import MAX_STOP_TOKENS
 from slipstream.engine.state import StepState
 from slipstream.models.cached import PackedRows
 from slipstream.models.launching import await_inputs, overlap

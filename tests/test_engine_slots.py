@@ -1,0 +1,115 @@
+"""The compiled loops over slots do what they do uncompiled, and by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from reports import report_from, report_of
+
+from slipstream.engine import slots
+from slipstream.engine.sequences import Running, Samplers
+from slipstream.engine.slots import SlotTable
+from slipstream.types import Request, SamplingParams
+
+NUM_SLOTS, MAX_LENGTH, WIDTH = 12, 40, 5
+
+
+def outcome(loop: Any, arguments: tuple[Any, ...]) -> list[Any]:
+    """What it gives, and what it makes of its arguments."""
+    changed = copy.deepcopy(arguments)
+    given = loop(*changed)
+    parts: list[Any] = []
+    for value in (*given, *changed):
+        parts += value if isinstance(value, tuple) else [value]
+    return [(value.dtype, value.tolist()) if isinstance(value, np.ndarray) else value for value in parts]
+
+
+def random_table(dice: np.random.Generator) -> tuple[SlotTable, np.ndarray]:
+    """Some slots taken, in any state; and a report about some of them."""
+    table = SlotTable(NUM_SLOTS, MAX_LENGTH)
+    for slot in range(NUM_SLOTS):
+        if dice.random() < 0.7:
+            sampling = SamplingParams(max_new_tokens=int(dice.integers(6, 20)), stop_token_ids=(3, 4)[: slot % 3])
+            request = Request(str(slot), "g", (7,) * int(dice.integers(1, 9)), 0, sampling)
+            sequence = Running(request, slot=slot, seat=100 - slot)
+            table.seat(sequence, num_computed=int(dice.integers(0, sequence.num_known)), num_paged=8)
+            if dice.random() < 0.5:  # it decodes
+                table["known"][slot] += 2
+                table["launched"][slot] = table["known"][slot] - 1
+                table["hoped"][slot], table["new"][slot] = dice.integers(0, 9), 2
+            table["is_watched"][slot] = dice.random() < 0.2
+    counts = dice.integers(0, WIDTH + 1, (NUM_SLOTS, 1))
+    drafted = np.minimum(WIDTH - 1, counts + dice.integers(0, 2, (NUM_SLOTS, 1))) * (counts > 0)
+    origins = dice.integers(0, 5, (NUM_SLOTS, WIDTH))
+    parts = counts, drafted, dice.integers(-1, 9, (NUM_SLOTS, WIDTH)), dice.integers(0, 99, (NUM_SLOTS, WIDTH)), origins
+    return table, np.concatenate(parts, 1).astype(np.int32)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_compiled_loops_give_what_they_give_uncompiled(seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    table, lines = random_table(dice)
+    for budget in (1, 5, 30):
+        arguments: tuple[Any, ...] = table._table, table.in_turn, budget
+        assert outcome(slots._share_out, arguments) == outcome(slots._share_out.py_func, arguments)
+        shares = table.share_out(budget)
+        arguments = table._table, shares.slot_R, shares.tokens_R, shares.num_decoding, budget % 4
+        assert outcome(slots._reach, arguments) == outcome(slots._reach.py_func, arguments)
+        drafts_R, _ = table.reach(shares, budget % 4)
+        arguments = table._table, shares.slot_R, shares.tokens_R, drafts_R
+        assert outcome(slots._launch, arguments) == outcome(slots._launch.py_func, arguments)
+        samplers, _ = table.launch(shares, drafts_R)
+        samplers.seat_R[::3] -= 1  # taken out meanwhile
+        texts = table._token_SL, table._logprob_SL.view(np.int32), table._origin_SL
+        arguments = table._table, table._stops_SE, texts, samplers.slot_R, samplers.seat_R, samplers.drafts_R, lines, 5
+        assert outcome(slots._take_in, arguments) == outcome(slots._take_in.py_func, arguments)
+    assert outcome(slots._summed, (lines, 5)) == outcome(slots._summed.py_func, (lines, 5))
+
+
+def test_a_loop_that_does_otherwise_is_noticed() -> None:
+    table, lines = random_table(np.random.default_rng(0))
+
+    def with_one_token(table: Any, in_turn: Any, _: int) -> Any:
+        return slots._share_out(table, in_turn, 1)
+
+    arguments = table._table, table.in_turn, 30
+    assert outcome(slots._share_out, arguments) != outcome(with_one_token, arguments)
+    assert outcome(slots._summed, (lines, 5)) != outcome(lambda lines, _: slots._summed(lines[1:], 5), (lines, 5))
+
+
+def test_what_slots_sampled_by_hand() -> None:
+    """Slot 0 meets a stop token, 1 has all its tokens, 2 goes on, and 3 was taken by another meanwhile."""
+    table = SlotTable(4, MAX_LENGTH)
+    sampling = SamplingParams(max_new_tokens=3, stop_token_ids=(9,))
+    running = [Running(Request(str(slot), "g", (7, 7), 0, sampling), slot=slot, seat=10 + slot) for slot in range(4)]
+    for sequence in running:
+        table.seat(sequence, num_computed=1, num_paged=16)
+    shares = table.share_out(4)
+    samplers, allotments = table.launch(shares, table.reach(shares, 2)[0])
+    assert samplers.drafts_R.tolist() == [2, 2, 2, 2] and allotments.tolist() == [[slot, 3] for slot in range(4)]
+    samplers = Samplers(samplers.slot_R, np.array([10, 11, 12, 99]), samplers.drafts_R)
+    report = report_of(
+        {
+            0: ([5, 9], [-1.0, -2.0], [1, 0], 2),
+            1: ([5, 6, 7], [-1.0] * 3, [4, 4, 0], 2),
+            2: ([5], [-3.0], [0], 2),
+            3: ([8], [-9.0], [0], 0),
+        }
+    )
+    ended, num_sampled = table.take_in(samplers, report, version=6)
+    assert ended == [(0, 2, True), (1, 3, False)] and num_sampled == 6
+    assert table.sampled_from(running[0], 1) == ([9], [-2.0]) and table.num_sampled(running[3]) == 0
+    assert table["hoped"].tolist() == [0, 0, 0, 2] and table["known"].tolist() == [4, 5, 3, 3]
+    table.vacate(running[1], keeps_origins=True)
+    assert running[1].token_ids == [5, 6, 7] and running[1].origins == [4, 4, 0] and running[1].first_version == 6
+    assert table.in_turn.tolist() == [0, 2, 3]
+
+
+def test_what_a_report_sums_up_to() -> None:
+    report = report_from([[1, 4, 0], [0], [3, 2]], [3, 0, 2])
+    assert (report.num_rows, report.num_from, report.num_drafted) == (3, [2, 1, 1, 1, 1], 5)
+    assert report.by_drafted[:4] == [1, 0, 1, 1] and report.by_right[:3] == [1, 0, 2]
+    assert report_of({4: ([7, -1], [0.0, 0.0], [1, 0], 1), 5: ([7], [0.0], [0], 1)}).broken == [4]

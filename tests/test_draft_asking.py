@@ -65,22 +65,33 @@ def test_a_model_of_no_use_is_of_no_use_after_a_checkpoint() -> None:
     assert resumed.feed(1) == Feeding.NOTHING and not any(count for way, count in counts.items() if way.depth)
 
 
-def test_before_a_way_that_may_be_tried_only_now_its_model_is_fed() -> None:
-    """Trees of 16 drafts wait until 8 copies are the best way; by then the model had long been told nothing."""
-    copies, chain, tree = Strategy(8.0, 1), Strategy(4.0, 4, 4), Strategy(16.0, 4, 5, 4)
-    selector, seconds = Selector([OFF, copies, chain, tree]), {OFF: 1.0, copies: 1.2, chain: 2.0, tree: 3.0}
-    fed: list[Feeding] = []
-    for tokens_of_copies, num_steps in ((1.0, 300), (3.0, 600)):
-        assert tree not in selector.rates(8)
+@pytest.mark.parametrize(
+    ("known", "late", "copies_bring"),
+    [
+        # Trees of 16 drafts wait until 8 copies are the best way.
+        ((Strategy(4.0, 4, 4), 2.0), (Strategy(16.0, 4, 5, 4), 3.0), ((1.0, 300), (3.0, 600))),
+        # Copies that pay leave no chance to eight drafts, and stop paying while nothing is tried.
+        ((Strategy(2.0, 4, 2), 1.4), (Strategy(8.0, 4, 6), 2.5), ((2.0, 500), (1.0, 200))),
+    ],
+)
+def test_before_a_way_that_may_be_tried_only_now_its_model_is_fed(
+    known: tuple[Strategy, float], late: tuple[Strategy, float], copies_bring: tuple[tuple[float, int], ...]
+) -> None:
+    """Ways with what their steps cost; by then the model had long been told nothing."""
+    copies, (way_late, _) = Strategy(8.0, 1), late
+    seconds = {OFF: 1.0, copies: 1.2} | dict((known, late))
+    selector, fed = Selector(list(seconds)), list[Feeding]()
+    for tokens_of_copies, num_steps in copies_bring:
+        assert way_late not in selector.rates(8)
         for _ in range(num_steps):
             way = selector.choose(8)
-            if way == tree and tree not in selector.rates(8):
+            if way == way_late and way_late not in selector.rates(8):
                 assert set(fed[-12:]) == {Feeding.KEYS}
             if not way.depth:
                 fed.append(selector.feed(8))
             tokens = tokens_of_copies if way == copies else 1.05 if way.depth else 1.0
             selector.observe(StepResult(8, way, tokens, seconds[way], False, 0.05 if way.depth else None))
-    assert Feeding.NOTHING in fed and tree in selector.rates(8)
+    assert Feeding.NOTHING in fed and way_late in selector.rates(8)
 
 
 @pytest.mark.parametrize(("right", "fed"), [(0.5, Feeding.KEYS), (0.02, Feeding.NOTHING)])

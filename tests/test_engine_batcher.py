@@ -7,7 +7,7 @@ every token that was launched; every submitted request ends exactly once; free +
 from __future__ import annotations
 
 import pytest
-from batcher_bench import Bench, Budgets, make_batcher, make_group
+from batcher_bench import Bench, Budgets, expected, make_batcher, make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reports import report_of
@@ -180,6 +180,41 @@ def test_everyones_turn_comes_when_there_are_more_sequences_than_tokens() -> Non
         bench.step()
     lengths = [len(partial.token_ids) for partial in bench.batcher.grown_since({})]
     assert len(lengths) == 10 and max(lengths) - min(lengths) <= 2 and max(lengths) > 10
+
+
+def test_those_who_come_later_do_not_take_the_turns_of_those_who_are_there() -> None:
+    bench = Bench(num_pages=200, max_step_tokens=2, num_slots=6)
+    for number in range(3):
+        bench.submit([Request(f"long{number}", f"long{number}", (7,), 0, SamplingParams(max_new_tokens=39))])
+    for _ in range(20):
+        bench.step()
+    for number in range(90):  # short ones, for every free slot
+        bench.submit([Request(f"short{number}", f"short{number}", (7,), 0, SamplingParams(max_new_tokens=1))])
+        if number % 3 == 2:
+            bench.step()
+    lengths = [len(partial.token_ids) for partial in bench.batcher.grown_since({}) if "long" in partial.request.uid]
+    assert len(lengths) == 3 and min(lengths) > 20 and len(bench.done) > 20
+
+
+def test_what_has_grown_says_since_when() -> None:
+    bench = Bench(num_pages=40, max_step_tokens=64)
+    bench.submit([Request("r", "g", (7, 8), 0, SamplingParams(max_new_tokens=30))])
+    for _ in range(4):
+        bench.step()
+    (partial,) = bench.batcher.grown_since({"r": 1})
+    assert partial.token_ids == expected(partial.request)[1:4] == tuple(map(int, partial.logprobs))
+    assert partial.first_version == 1 and bench.batcher.grown_since({"r": 4}) == []
+
+
+def test_who_sampled_in_a_slot_is_not_who_has_it_now() -> None:
+    bench = Bench(num_pages=40, max_step_tokens=64, num_slots=2)
+    for name in "ab":
+        bench.submit([Request(name, name, (7, 8), 0, SamplingParams(max_new_tokens=30))])
+    plan = bench.step()
+    assert bench.batcher.uids_of(plan, [0, 1]) == ["a", "b"]
+    bench.withdraw("a")
+    bench.submit([Request("c", "c", (7, 8), 0, SamplingParams(max_new_tokens=30))])
+    assert bench.batcher.uids_of(bench.step(), [0, 1]) == ["c", "b"] and bench.batcher.uids_of(plan, [0, 1]) == ["b"]
 
 
 def test_prompts_are_computed_in_order_of_arrival_and_in_chunks() -> None:

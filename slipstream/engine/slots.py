@@ -74,6 +74,7 @@ class SlotTable:
         self._logprob_SL = np.zeros((num_slots, max_length), np.float32)
         self._origin_SL = np.zeros((num_slots, max_length), np.int8)
         self._in_turn: Ints | None = None
+        self._num_turns = 0
 
     def __getitem__(self, column: str) -> Ints:
         return self._table[column]
@@ -83,7 +84,7 @@ class SlotTable:
         slot, sampling = sequence.slot, sequence.request.sampling
         row = dict.fromkeys(_COLUMNS, 0) | {
             "seat": sequence.seat,
-            "turn": sequence.seat,
+            "turn": self._take_turns(1),
             "max_keys": sequence.max_keys,
             "paged": num_paged,
             "launched": num_computed,
@@ -111,6 +112,11 @@ class SlotTable:
         self["seat"][slot], self["allotted"][slot] = -1, 0
         self._in_turn = None
 
+    def _take_turns(self, count: int) -> int:
+        """So many after all that were taken; the first of them."""
+        self._num_turns += count
+        return self._num_turns - count
+
     @property
     def in_turn(self) -> Ints:
         """Slots that are taken, those first whose turn comes first."""
@@ -123,7 +129,7 @@ class SlotTable:
         """Of `budget` tokens. One for each who decodes, then prompts."""
         slot_R, tokens_R, num_decoding, are_all_served = _share_out(self._table, self.in_turn, budget)
         if not are_all_served:  # the served go to the back, so that everyone's turn comes
-            self["turn"][slot_R] = self["turn"].max() + 1 + np.arange(len(slot_R))
+            self["turn"][slot_R] = self._take_turns(len(slot_R)) + np.arange(len(slot_R))
             self._in_turn = None
         return Shares(slot_R, tokens_R, num_decoding)
 

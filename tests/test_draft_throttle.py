@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.draft.throttle import LEAST_QUIET, LONGEST_BUSY, Throttle
+from slipstream.draft.throttle import LEAST_QUIET, LONGEST_BUSY, TO_SPARE, Throttle
 
 BOUND = 0.03
 
@@ -36,7 +38,7 @@ class Tail:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.floats(1.0, 4.0), st.integers(1, 12), st.integers(50, 1500), st.floats(1e-3, 0.1))
+@given(st.floats(1.0, 4.0), st.integers(1, 12), st.integers(70, 1500), st.floats(1e-3, 0.1))
 def test_a_tail_slows_down_by_the_bound_and_one_update_at_most(
     factor: float, steps_each: int, num_steps: int, quiet_s: float
 ) -> None:
@@ -67,8 +69,21 @@ def test_uneven_updates_and_steps_that_get_faster_keep_it_too(factors: list[floa
         assert tail.num_updates * steps_each >= 0.2 * BOUND / worst * num_steps
 
 
+@pytest.mark.parametrize(("factor", "steps_each"), [(1.05, 10), (1.3, 10), (1.6, 4)])
+def test_tails_of_uneven_steps_and_updates_keep_it_on_average(factor: float, steps_each: int) -> None:
+    dice, throttle, slowdowns = random.Random(1), Throttle(BOUND), []
+    for _ in range(60):
+        throttle.begin_tail()
+        costs = [(factor - 1) * dice.lognormvariate(0, 0.5) for _ in range(500)]
+        tail = Tail(throttle, lambda number, costs=costs: 1 + costs[number], steps_each)  # type: ignore[misc]
+        for _ in range(dice.randint(400, 1300)):
+            tail.step(0.001 * dice.gauss(1, 0.05))
+        slowdowns.append(tail.spent / tail.wanted - 1)
+    assert 0.5 * BOUND < statistics.mean(slowdowns) < BOUND
+
+
 @settings(deadline=None)
-@given(st.floats(0.9, 1.0 + BOUND), st.integers(1, 12))
+@given(st.floats(0.9, 1.0 + (1 - TO_SPARE) * BOUND), st.integers(1, 12))
 def test_what_costs_nothing_waits_for_a_step_to_compare_with_alone(factor: float, steps_each: int) -> None:
     throttle = Throttle(BOUND)
     tail = Tail(throttle, lambda _: factor, steps_each)

@@ -116,7 +116,8 @@ class Bench:
 
     def take_in(self, plan: StepPlan) -> None:
         for slot in plan.vacated:
-            self.slots[slot].live = False
+            if slot in self.slots:  # not if it was taken and given up in one plan, of which the device never heard
+                self.slots[slot].live = False
         contents = [list(self.pages[source]) for source, _ in plan.copies]
         for (_, target), content in zip(plan.copies, contents, strict=True):
             self.pages[target] = content

@@ -53,8 +53,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 HEAVY = ("torch", "ray", "aiohttp", "transformers", "numba")
-COMPILED = "the engine's loops, which numba compiles"
-# Modules that import without any of HEAVY: a laptop without a GPU, a simulator and --help can use them.
+COMPILED = "the engine's loops, with numba"
+# Modules that import without any of HEAVY (COMPILED: but numba): a laptop without a GPU, a simulator and --help can use
+# them.
 PURE = {
     "the nouns": [
         "slipstream",

@@ -149,6 +149,19 @@ def test_drafts_give_several_tokens_a_step_and_never_cost_another_its_pages() ->
     assert steps[12, 4] < 0.7 * steps[0, 0]
 
 
+@pytest.mark.parametrize(("num_pages", "lengths"), [(11, (30, 8, 8, 4)), (13, (8, 8, 30, 12)), (10, (4, 8, 12, 30))])
+def test_where_pages_are_few_drafts_are_left_out_before_anyone_gives_way(
+    num_pages: int, lengths: tuple[int, ...]
+) -> None:
+    for drafts in ((0, 0), (12, 4)):
+        bench = Bench(num_pages, max_step_tokens=64, lag=1, drafts=drafts)
+        for number, length in enumerate(lengths):
+            sampling = SamplingParams(max_new_tokens=length)
+            bench.submit([Request(f"r{number}", f"g{number}", (5000 + number,) * 4, 0, sampling)])
+        bench.finish()
+        assert bench.batcher.num_preempted == 0
+
+
 def test_drafts_give_way_to_prompts_so_that_a_step_stays_as_large() -> None:
     batcher = make_batcher(40, 64, 99, fit_drafts=lambda num_tokens, num_drafts: min(num_drafts, 12 - num_tokens))
     for number, prompt_tokens in enumerate((1, 5)):
@@ -204,6 +217,17 @@ def test_what_has_grown_says_since_when() -> None:
     (partial,) = bench.batcher.grown_since({"r": 1})
     assert partial.token_ids == expected(partial.request)[1:4] == tuple(map(int, partial.logprobs))
     assert partial.first_version == 1 and bench.batcher.grown_since({"r": 4}) == []
+
+
+def test_only_sequences_without_a_token_give_up_their_seats_for_new_weights() -> None:
+    bench = Bench(num_pages=40, max_step_tokens=64, lag=1)
+    for name in "ab":
+        bench.submit([Request(name, name, (7, 8), 0, SamplingParams(max_new_tokens=30))])
+        bench.step()
+    assert bench.batcher.num_begun == 2, "the second will have a token of its own"
+    bench.batcher.send_back_unbegun()
+    assert list(bench.batcher._seated) == ["a"] and bench.batcher.num_begun == 1
+    bench.finish()
 
 
 def test_who_sampled_in_a_slot_is_not_who_has_it_now() -> None:

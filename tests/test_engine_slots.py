@@ -108,6 +108,27 @@ def test_what_slots_sampled_by_hand() -> None:
     assert table.in_turn.tolist() == [0, 2, 3]
 
 
+def test_who_takes_a_slot_does_not_stop_where_the_one_before_would() -> None:
+    table = SlotTable(1, MAX_LENGTH)
+    for stops, expected in (((9, 2**40), [(0, 1, True)]), ((), [])):
+        request = Request("r", "g", (7, 7), 0, SamplingParams(max_new_tokens=3, stop_token_ids=stops))
+        sequence = Running(request, slot=0, seat=len(stops))
+        table.seat(sequence, num_computed=1, num_paged=16)
+        shares = table.share_out(4)
+        samplers, _ = table.launch(shares, table.reach(shares, 0)[0])
+        assert table.take_in(samplers, report_of({0: ([9], [0.0], [0], 0)}), version=1)[0] == expected
+        table.vacate(sequence, keeps_origins=False)
+
+
+def test_only_who_decodes_has_drafts() -> None:
+    table = SlotTable(2, MAX_LENGTH)
+    for slot, num_prompt in enumerate((2, 9)):
+        request = Request(str(slot), "g", (7,) * num_prompt, 0, SamplingParams(max_new_tokens=9))
+        table.seat(Running(request, slot=slot, seat=slot), num_computed=1, num_paged=16)
+    drafts_R, needed_R = table.reach(table.share_out(4), 3)
+    assert drafts_R.tolist() == [3, 0] and needed_R.tolist() == [5, 4]
+
+
 def test_what_a_report_sums_up_to() -> None:
     report = report_from([[1, 4, 0], [0], [3, 2]], [3, 0, 2])
     assert (report.num_rows, report.num_from, report.num_drafted) == (3, [2, 1, 1, 1, 1], 5)

@@ -1,4 +1,4 @@
-"""Continuous batching: which sequences sit in which slot, with which pages, and how many tokens each runs next. Pure.
+"""Continuous batching: who sits in which slot, with which pages, and how many tokens each runs next. No tensors.
 
 A plan may be made before the results of the plans before it are known (`commit` comes late on a GPU): a sequence counts
 tokens that were launched, known or not. A sequence taken out while a result is on its way loses nothing: sampling is

@@ -39,7 +39,7 @@ class Running:
 
     @property
     def num_known(self) -> int:
-        """Tokens it has, prompt included."""
+        """Tokens it has while it waits, prompt included."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
@@ -49,6 +49,7 @@ class Running:
 
     @property
     def finish_reason(self) -> FinishReason | None:
+        """Of one that waits."""
         if self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids:
             return "stop"
         return "length" if self.num_known > self.max_keys else None
@@ -120,7 +121,7 @@ class StepPlan:
     pages: tuple[tuple[int, int, int], ...] = ()
     """(slot, index, page): new entries of the page table."""
     allotments: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64))
-    """Rows of (slot, tokens it may run), where this differs from the plan before."""
+    """Rows of (slot, tokens it may run), where the device knows otherwise."""
     samplers: Samplers = field(default_factory=Samplers)
     num_rows: int = 0
     num_tokens: int = 0

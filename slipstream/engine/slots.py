@@ -1,11 +1,11 @@
 """The sequences that have a slot, in columns, and what a step does to hundreds of them at once. No tensors.
 
-The batcher alone changes it. A free slot has seat -1, and whatever else the last sequence left there. The loops are
-compiled: a step of a small model is over before Python has gone through its sequences. Uncompiled they do the same,
-which `tests/test_engine_slots.py` asserts.
+The batcher alone changes it. A free slot has seat -1, nothing allotted, and whatever else the last sequence left there.
+The loops are compiled: a step of a small model is over before Python has gone through its sequences. Uncompiled they do
+the same, which `tests/test_engine_slots.py` asserts.
 
-Axes: S slots, R slots that run with a plan, W numbers of a slot's line in a report, O origins, E stop tokens, L tokens
-of a sequence.
+Axes: S slots, R slots that run with a plan, or sample with it, W numbers of a slot's line in a report, O origins, E
+stop tokens, L tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -68,13 +68,20 @@ class SlotTable:
     def __init__(self, num_slots: int, max_length: int) -> None:
         self._table: Table = np.zeros(num_slots, [(name, np.int64) for name in _COLUMNS])
         self["seat"].fill(-1)
-        self._stops_SE = np.full((num_slots, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
+        self._stops_SE = np.full((num_slots, MAX_STOP_TOKENS), NO_TOKEN)
         # What was read since a sequence took its seat.
         self._token_SL = np.zeros((num_slots, max_length), np.int32)
         self._logprob_SL = np.zeros((num_slots, max_length), np.float32)
         self._origin_SL = np.zeros((num_slots, max_length), np.int8)
         self._in_turn: Ints | None = None
         self._num_turns = 0
+        self._compile()
+
+    def _compile(self) -> None:
+        """Now, and not within the first steps, which are timed."""
+        shares = self.share_out(0)
+        samplers, _ = self.launch(shares, self.reach(shares, 0)[0])
+        self.take_in(samplers, read_report(np.zeros((len(self._table), 5), np.int32)), 0)
 
     def __getitem__(self, column: str) -> Ints:
         return self._table[column]
@@ -232,7 +239,7 @@ def _launch(table: Table, slot_R: Ints, tokens_R: Ints, drafts_R: Ints) -> tuple
 @numba.njit(cache=True)
 def _take_in(
     table: Table,
-    stops_SE: NDArray[np.int32],
+    stops_SE: Ints,
     texts: tuple[Any, Any, Any],
     slot_R: Ints,
     seat_R: Ints,

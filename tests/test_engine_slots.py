@@ -32,7 +32,9 @@ def random_table(dice: np.random.Generator) -> tuple[SlotTable, np.ndarray]:
     table = SlotTable(NUM_SLOTS, MAX_LENGTH)
     for slot in range(NUM_SLOTS):
         if dice.random() < 0.7:
-            sampling = SamplingParams(max_new_tokens=int(dice.integers(6, 20)), stop_token_ids=(3, 4)[: slot % 3])
+            sampling = SamplingParams(
+                max_new_tokens=int(dice.integers(3 * WIDTH, 20)), stop_token_ids=(3, 4)[: slot % 3]
+            )
             request = Request(str(slot), "g", (7,) * int(dice.integers(1, 9)), 0, sampling)
             sequence = Running(request, slot=slot, seat=100 - slot)
             table.seat(sequence, num_computed=int(dice.integers(0, sequence.num_known)), num_paged=8)
@@ -118,6 +120,16 @@ def test_who_takes_a_slot_does_not_stop_where_the_one_before_would() -> None:
         samplers, _ = table.launch(shares, table.reach(shares, 0)[0])
         assert table.take_in(samplers, report_of({0: ([9], [0.0], [0], 0)}), version=1)[0] == expected
         table.vacate(sequence, keeps_origins=False)
+
+
+def test_a_report_of_more_tokens_than_may_be_is_refused() -> None:
+    table = SlotTable(1, MAX_LENGTH)
+    request = Request("r", "g", (7, 7), 0, SamplingParams(max_new_tokens=2))
+    table.seat(Running(request, slot=0, seat=0), num_computed=1, num_paged=16)
+    shares = table.share_out(4)
+    samplers, _ = table.launch(shares, table.reach(shares, 0)[0])
+    with pytest.raises(AssertionError, match="more tokens than it may sample"):
+        table.take_in(samplers, report_of({0: ([5] * 3, [0.0] * 3, [0] * 3, 2)}), version=1)
 
 
 def test_only_who_decodes_has_drafts() -> None:

@@ -256,6 +256,7 @@ def _take_in(
         if table["seat"][slot] != seat_R[row]:
             continue
         num_new, is_stopped = lines_SW[slot, 0], False
+        assert num_new <= left[slot], "a slot reports more tokens than it may sample"  # and would write beyond its line
         for place in range(num_new):
             token, at = lines_SW[slot, 2 + place], new[slot] + place
             token_SL[slot, at] = token

@@ -248,6 +248,7 @@ def test_prompts_are_computed_in_order_of_arrival_and_in_chunks() -> None:
     first, second = bench.step(), bench.step()
     assert first.allotments.tolist() == [[0, 5], [1, 0]] and len(first.samplers) == 0
     assert second.allotments.tolist() == [[0, 2], [1, 3]] and second.samplers.slot_R.tolist() == [0]
+    assert bench.batcher.uids_of(second, [0, 1]) == ["a.0"]
 
 
 @pytest.mark.parametrize(

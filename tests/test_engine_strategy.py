@@ -11,7 +11,7 @@ from slipstream.engine.strategy import MODEL_ORIGIN, OFF, Demand, StepDrafts, St
 
 @pytest.mark.parametrize(
     ("origins", "expected"),
-    [([], False), ([[0]], False), ([[1, 2, 0]], True), ([[4, 4, 4, 0]], False), ([[3, 3, 3, 3, 0], [0]], True)],
+    [([], False), ([[], [0]], False), ([[1, 2, 0]], True), ([[4, 4, 4, 0]], False), ([[3, 3, 3, 3, 0], [0], []], True)],
 )
 def test_sequences_match_when_two_drafts_each_were_right_copies(origins: list[list[int]], expected: bool) -> None:
     assert are_matching(report_from(origins)) == expected

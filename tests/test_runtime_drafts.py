@@ -214,7 +214,7 @@ def test_a_broken_history_costs_drafts_and_not_the_run(without: Path, tmp_path: 
 
 def test_the_metrics_of_drafts_by_hand() -> None:
     counts = DraftCounts()
-    counts.add(report_from([[1, 1, 0], [2, 3], [0]], [3, 2, 0]))
+    counts.add(report_from([[1, 1, 0], [2, 3], [], [0]], [3, 2, 0, 0]))
     metrics = draft_metrics(counts, 1.5)
     assert metrics["rollout/spec_drafted"] == 5 and metrics["rollout/spec_accepted"] == 4
     assert metrics["rollout/spec_accept_rate"] == 0.8 and metrics["rollout/spec_wasted"] == 1

@@ -294,8 +294,10 @@ def take_turns(
     dry = {name: Dry(engine) for name, engine in engines.items()}
     rounds: dict[str, list[Round]] = {name: [] for name in turns}
     is_same = True
-    for _ in range(num_rounds):
-        for name, engine in engines.items():
+    for number in range(num_rounds):
+        first = number % len(turns)  # what a machine does to whoever comes first is done to each
+        for name in (*turns[first:], *turns[:first]):
+            engine = engines[name]
             started, graph_s = time.perf_counter(), engine.facts().graph_s
             result, got = bench.timed(engine, batch)
             making = (engine.facts().graph_s - graph_s) / (time.perf_counter() - started)
@@ -316,7 +318,8 @@ def take_turns(
     }
     print(f"batch {batch}, {num_rounds} rounds in turns, best {best}:")
     for what, share in shares.items():
-        print(f"  {what}: {share['all']:.3f} in all, {_line(share['rounds'])}, without graphs {_line(share['made'])}")
+        in_all = f"{share['all']:.3f} +- {share['all_error']:.3f} in all"
+        print(f"  {what}: {in_all}, {_line(share['rounds'])}, without graphs {_line(share['made'])}")
     if bench.model.device.type == "cuda":
         dry_shares = {name: f"{statistics.fmean(one.dry for one in of_one):.1%}" for name, of_one in rounds.items()}
         print(f"  the GPU waited for the host in so many steps: {dry_shares}")
@@ -352,13 +355,27 @@ class Round:
 
 def share_of(rounds: Sequence[Round], of: Sequence[Round]) -> dict[str, Any]:
     """All tokens over all seconds, against those of another; and by rounds, also as if graphs had been there."""
-    all_rates = [sum(one.tokens for one in both) / sum(one.seconds for one in both) for both in (rounds, of)]
     made = [[one.rate / (1 - one.making) for one in both] for both in (rounds, of)]
     return {
-        "all": all_rates[0] / all_rates[1],
+        "all": (in_all := _all_rate(rounds) / _all_rate(of)),
+        "all_error": _jackknife_error(rounds, of, in_all),
         "rounds": _ratios([one.rate for one in rounds], [one.rate for one in of]),
         "made": _ratios(*made),
     }
+
+
+def _all_rate(rounds: Sequence[Round]) -> float:
+    return sum(one.tokens for one in rounds) / sum(one.seconds for one in rounds)
+
+
+def _jackknife_error(rounds: Sequence[Round], of: Sequence[Round], in_all: float) -> float:
+    """The standard error of a ratio of sums, by what it is without each round."""
+    count = len(rounds)
+    without = [
+        _all_rate([*rounds[:left_out], *rounds[left_out + 1 :]]) / _all_rate([*of[:left_out], *of[left_out + 1 :]])
+        for left_out in range(count)
+    ]
+    return math.sqrt((count - 1) / count * sum((one - in_all) ** 2 for one in without))
 
 
 def _ratios(rates: Sequence[float], others: Sequence[float]) -> list[float]:

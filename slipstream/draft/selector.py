@@ -77,10 +77,10 @@ MODEL_STRATEGIES = (
 )
 MIXED_STRATEGIES = (
     *(OFF, Strategy(1.0, 2), Strategy(2.0, 1), Strategy(4.0, 1), Strategy(8.0, 1), Strategy(16.0, 1)),
-    *(Strategy(2.0, 4, 2), Strategy(4.0, 4, 4), Strategy(8.0, 4, 6), Strategy(4.0, 8, 4), Strategy(8.0, 8, 6)),
-    *(Strategy(8.0, 4, 4, 3), Strategy(16.0, 4, 5, 4)),
+    *(Strategy(2.0, 8, 2), Strategy(4.0, 8, 4), Strategy(8.0, 8, 6), Strategy(8.0, 8, 4, 3), Strategy(16.0, 8, 5, 4)),
 )
-"""A short match is a poor reason to pass the model over: one token in common says less than it does."""
+"""A short match is a poor reason to pass the model over: ways that did so at four tokens gave .81 to .98 of these in 23
+of 25 comparisons, and what is so much alike takes thousands of steps to tell apart."""
 TELLING = (Strategy(4.0, 8, 4), Strategy(4.0, 1), Strategy(4.0, 0, 4))
 """Show soon whether drafts pay at all."""
 TREE_ROWS = 8

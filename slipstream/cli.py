@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 app = typer.Typer(
@@ -24,6 +23,9 @@ app = typer.Typer(
 
 bench = typer.Typer(help="Time a part of Slipstream on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
+
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""Of typer itself or of click, which earlier versions of it are built on."""
 
 _TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -383,9 +385,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _explain(error: Exception) -> None:
     """One sentence for what the user or the machine did; anything else is a bug of ours and keeps its traceback."""
-    if isinstance(error, click.ClickException):
-        error.show()
-        sys.exit(error.exit_code)
+    if isinstance(error, UsageError):
+        error.show()  # type: ignore[attr-defined]
+        sys.exit(2)
     if isinstance(error, ValueError) and _raised_by_us(error):
         _fail(str(error), 2)
     if type(error).__name__ == "OutOfMemoryError":

@@ -95,6 +95,22 @@ def test_wrong_settings_say_what_to_write(
     assert not (tmp_path / "run").exists(), "a run that never began leaves nothing behind"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["export-drafter"], "Missing argument"),
+        (["train-drafter", "run", "--updates", "many"], "Invalid value for '--updates'"),
+        (["train-drafter", "run", "--updates", "0"], "Invalid value for '--updates'"),
+        (["bench", "engine", "--shape", "tiny"], "No such option: --shape"),
+        (["tarin"], "No such command 'tarin'"),
+    ],
+)
+def test_wrong_words_say_how_to_call_it(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*words) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and "Usage: " in printed and "Traceback" not in printed
+
+
 def test_a_missing_column_names_those_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write_rows(tmp_path / "data.jsonl", [{"question": "1+1", "answer": "2"}])
     assert train(tmp_path, settings(tmp_path, tasks={"train": [{"source": data}]})) == 2

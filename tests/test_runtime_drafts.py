@@ -162,6 +162,8 @@ def test_the_selector_of_a_run_changes_no_number_and_its_choices_are_told(
     assert len(told(folder)) == 5 and set(rollouts(folder)) < set(rollouts(without))
     assert told(folder)[:4] == told(without)[:4], "but for the evaluation at its end"
     assert (folder / "history.db").exists() and rows_of(folder)[-1]["drafter/updates"] > 2
+    state = json.loads((folder / "checkpoints" / "step_4" / "run_state.json").read_text())
+    assert any(len(bucket["ways"]) > 1 for bucket in state["drafting"].values()), "what it measured is in checkpoints"
     with RunStore(folder, read_only=True) as store:
         (event,) = store.events("DraftChosen")
     assert event.payload == {"batch": 8, "strategy": "2 drafts, 2+", "reason": reason, "is_matching": False}
@@ -215,13 +217,15 @@ def test_a_broken_history_costs_drafts_and_not_the_run(without: Path, tmp_path: 
 def test_the_metrics_of_drafts_by_hand() -> None:
     counts = DraftCounts()
     counts.add(report_from([[1, 1, 0], [2, 3], [], [0]], [3, 2, 0, 0]))
-    metrics = draft_metrics(counts, 1.5)
+    counts.merge(DraftCounts(saved_s=1.5))
+    metrics = draft_metrics(counts)
+    assert metrics["rollout/spec_saved_s"] == 1.5
     assert metrics["rollout/spec_drafted"] == 5 and metrics["rollout/spec_accepted"] == 4
     assert metrics["rollout/spec_accept_rate"] == 0.8 and metrics["rollout/spec_wasted"] == 1
     assert metrics["rollout/spec_accept_length"] == 2.0
     assert metrics["rollout/spec_accept_at_1"] == 1.0 and metrics["rollout/spec_accept_at_2"] == 1.0
     assert metrics["rollout/spec_share_sibling"] == pytest.approx(2 / 6)
-    assert draft_metrics(DraftCounts(), 0.0) == {}
+    assert draft_metrics(DraftCounts()) == {}
     assert set(ORIGIN_NAMES) == {0, SIBLING, HISTORY, OWN_TEXT, MODEL_ORIGIN}
 
 

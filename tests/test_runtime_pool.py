@@ -6,21 +6,22 @@ other content than was published; one that is lost is started again.
 
 from __future__ import annotations
 
+import json
 import random
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_worlds import drive, world_with
 from tiny_models import group, small_llama
 from transformers import PreTrainedModel
 
 from slipstream.draft.selector import Choice, Selector
 from slipstream.engine.engine import Engine
-from slipstream.engine.strategy import Strategy
+from slipstream.engine.strategy import OFF, Strategy
 from slipstream.models.weights import fingerprint, named_weights, write_weights
 from slipstream.observe.ledger import Ledger
-from slipstream.runtime.drafting import draft_choices
 from slipstream.runtime.pool import MAX_LOSSES, Pool, WorkerBroke
 from slipstream.runtime.rollout_messages import Broke, GiveBack, Grown, Here, SampleGroup
 from slipstream.runtime.rollout_worker import PastTexts, RolloutWorker
@@ -30,6 +31,7 @@ from slipstream.schedule.rules import MODES
 from slipstream.types import Request, Rollout, WeightVersion
 
 SLOTS = 6
+NOTHING_KNOWN: Mapping[str, object] = {}
 SEEDS = {0: 0, 1: 1}
 """By version: of the weights."""
 
@@ -68,8 +70,8 @@ class LocalLink:
         self.is_gone = self.hangs = False
         self.clock = clock
         # It starts with other weights than any version has.
-        say, choices = self._outbox.append, partial(draft_choices, selector or Selector())
-        self.worker = RolloutWorker(engine_of(9), shelf, PastTexts(), say, clock, choices=choices)
+        say = self._outbox.append
+        self.worker = RolloutWorker(engine_of(9), shelf, PastTexts(), say, clock, selector=selector or Selector())
 
     def send(self, message: object) -> None:
         self._inbox.append(message)
@@ -100,7 +102,14 @@ class LocalLink:
 class Stage:
     """A pool and what is played on it."""
 
-    def __init__(self, mode: str, num_workers: int, silence_s: float = 60.0, shelf: Any = None) -> None:
+    def __init__(
+        self,
+        mode: str,
+        num_workers: int,
+        silence_s: float = 60.0,
+        shelf: Any = None,
+        drafting: Mapping[str, object] = NOTHING_KNOWN,
+    ) -> None:
         self.clock, self.links, self.noted, self.said = Clock(), dict[str, LocalLink](), list[Item](), list[str]()
         self.started: list[LocalLink] = []
         self.selector = Selector()
@@ -115,6 +124,7 @@ class Stage:
             note=self.noted.append,
             say=self.said.append,
             clock=self.clock,
+            drafting=drafting,
         )
 
     def start(self, name: str) -> LocalLink:
@@ -314,6 +324,29 @@ def test_what_a_worker_drafts_from_now_on_is_noted_once() -> None:
     assert [one for one in stage.noted if isinstance(one, DraftChosen)] == [
         DraftChosen(8, "4 drafts, 1+", "it gives more")
     ]
+
+
+def test_what_workers_know_of_ways_to_draft_is_kept_and_given_to_those_who_come() -> None:
+    stage = Stage("sync", 1)
+    drive(stage.selector, world_with(0.8, 0.02), 8, 300)
+    stage.pool.give_weights(version_of(0))
+    while not stage.pool.drafting:
+        stage.advance()
+    experienced, best = stage.selector, stage.selector.best(8)
+    assert best != OFF and stage.pool.drafting == experienced.state_dict()
+    stage.selector = Selector()
+    stage.pool.resize(2)
+    while stage.pool.num_joined < 2:
+        stage.advance()
+    assert stage.selector.best(8) == best, "a worker that comes later begins with what others have measured"
+    assert experienced.best(8) == best
+
+    saved = json.loads(json.dumps(stage.pool.drafting))
+    resumed = Stage("sync", 1, drafting=saved)
+    resumed.pool.give_weights(version_of(0))
+    while not resumed.pool.num_joined:
+        resumed.advance()
+    assert resumed.selector.best(8) == best, "and a run with what is in its checkpoint"
 
 
 def test_a_worker_tells_tokens_once_and_ignores_what_has_ended() -> None:

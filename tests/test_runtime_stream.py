@@ -321,6 +321,10 @@ def test_workers_draft_from_what_earlier_epochs_had(colocated: Path, tmp_path: P
     assert_same_run(tmp_path / "run", colocated)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum(row.get("rollout/spec_accepted", 0) for row in rows) > 50
+    assert any(row.get("rollout/spec_saved_s") for row in rows), "workers tell what they estimate"
+    newest = max((tmp_path / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name.split("_")[1]))
+    state = json.loads((newest / "run_state.json").read_text())
+    assert any(len(bucket["ways"]) > 1 for bucket in state["drafting"].values()), "what they measured is in checkpoints"
 
 
 @pytest.mark.slow

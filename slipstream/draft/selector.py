@@ -118,8 +118,7 @@ class Selector:
         """Which model it is that drafts: they are counted."""
         self.choices: list[Choice] = []
         """Every change of the best way since they were last taken, in order."""
-        self.saved_s = 0.0
-        """By drafts, as estimated: what the same tokens would have taken without, at the rates measured."""
+        self._saved_s = 0.0
 
     def choose(self, batch: int, is_matching: bool = False) -> Strategy:
         """For a step of so many sequences, which were just found to repeat known texts, or not."""
@@ -236,7 +235,7 @@ class Selector:
             bucket.asked_at, bucket.asked_model = bucket.num_steps, self._model
         if OFF in bucket.costs and strategy != OFF:
             saved_s = tokens_each / bucket.plain_rate(OFF) - seconds
-            self.saved_s, bucket.saved_s = self.saved_s + saved_s, bucket.saved_s + saved_s
+            self._saved_s, bucket.saved_s = self._saved_s + saved_s, bucket.saved_s + saved_s
         if is_matching or strategy.looks_for_matches:
             self._bucket(batch).seen.add(tokens_each, seconds, not is_matching)
         bucket.num_steps += 1
@@ -272,6 +271,12 @@ class Selector:
     def take_choices(self) -> list[Choice]:
         choices, self.choices = self.choices, []
         return choices
+
+    def take_saved_s(self) -> float:
+        """By drafts since this was last asked, as estimated: what these tokens would have taken without, at the rates
+        measured."""
+        saved_s, self._saved_s = self._saved_s, 0.0
+        return saved_s
 
     def has_tried_all(self, batch: int) -> bool:
         bucket = self._bucket(batch)

@@ -203,6 +203,8 @@ class DraftCounts:
     """And by how many were right, which are always the first of them."""
     tokens_from: Counter[int] = field(default_factory=Counter)
     """Tokens by the source of the draft they were, or 0."""
+    saved_s: float = 0.0
+    """Seconds that they saved, as a selector estimates it."""
 
     @property
     def num_tokens(self) -> int:
@@ -228,6 +230,7 @@ class DraftCounts:
         self.drafted.update(other.drafted)
         self.accepted.update(other.accepted)
         self.tokens_from.update(other.tokens_from)
+        self.saved_s += other.saved_s
 
     def add(self, report: Report) -> None:
         """One step."""

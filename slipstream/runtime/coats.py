@@ -26,7 +26,6 @@ from slipstream.runtime.drafter_messages import FromMember
 from slipstream.runtime.drafter_worker import DrafterWorker
 from slipstream.runtime.drafting import (
     build_selector,
-    draft_choices,
     draft_with,
     drafter_trainer_for,
     learns,
@@ -75,8 +74,9 @@ def sample_in_process(
         slots = config.engine.max_sequences
         points = speed_points(engine, slots, config.max_length)
         drafter = drafter_worker(config, engine, name, pipe.say) if learns(config) else None
-        receiver, choices = ways.receiver(weights_folder, name), partial(draft_choices, selector)
-        worker = RolloutWorker(engine, receiver, past, pipe.say, drafter=drafter, choices=choices)
+        chooser = selector if engine.drafter is not None else None
+        receiver = ways.receiver(weights_folder, name)
+        worker = RolloutWorker(engine, receiver, past, pipe.say, drafter=drafter, selector=chooser)
         pipe.say(Here(slots, points, None if drafter is None else drafter.version))
         while not worker.is_leaving:
             for message in pipe.hear(0.0 if worker.has_work else TELL_S):

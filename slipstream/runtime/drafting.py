@@ -263,10 +263,8 @@ def past_rollouts(step: int, groups: Sequence[GradedGroup]) -> list[PastRollout]
     ]
 
 
-def draft_metrics(
-    counts: DraftCounts, saved_s: float | None = None, num_unserved: int = 0, spent_s: float = 0.0
-) -> dict[str, float]:
-    """Of one step; nothing if no sequence sampled. `saved_s`: None if nobody estimated it."""
+def draft_metrics(counts: DraftCounts, num_unserved: int = 0, spent_s: float = 0.0) -> dict[str, float]:
+    """Of one step; nothing if no sequence sampled."""
     if not counts.num_rows:
         return {}
     metrics = {
@@ -275,9 +273,8 @@ def draft_metrics(
         "rollout/spec_accepted": float(counts.num_accepted),
         "rollout/spec_wasted": float(counts.num_drafted - counts.num_accepted),
         "rollout/spec_groups_without_room": float(num_unserved),
+        "rollout/spec_saved_s": counts.saved_s,
     }
-    if saved_s is not None:
-        metrics["rollout/spec_saved_s"] = saved_s
     if spent_s:
         metrics["rollout/spec_draft_s"] = spent_s
     if counts.num_drafted:

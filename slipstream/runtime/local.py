@@ -376,6 +376,7 @@ class _Run:
             console=self.console,
             kept_state={"warmup_done": self.warmup_done},
             kept=kept,
+            drafting={} if checkpoint is None else checkpoint.run_state.get("drafting", {}),
             drafter_updates=drafter_updates,
         )
 

@@ -25,6 +25,7 @@ from slipstream.runtime.placement import worker_name
 from slipstream.runtime.rollout_messages import (
     Beat,
     Broke,
+    DraftAs,
     Ended,
     GiveBack,
     GivenBack,
@@ -135,15 +136,15 @@ class Pool:
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
         drafter: DrafterSession | None = None,
+        drafting: Mapping[str, object] = {},
     ) -> None:
         """`start`: a process for the worker of this name, rollout-0 and so on. `note`: is told of workers that come and
         go, rollouts that move between them, and ways to draft. `is_grading`: whether grades are missing. `drafter`: how
-        workers without work train one, if there is one that learns."""
+        workers without work train one, if there is one that learns. `drafting`: what an earlier run knew of ways to."""
         self._fleet = Fleet(rules if drafter is None else replace(rules, lends_idle=True))
         self._ledger, self._drafter = ledger, drafter
         self._start, self._silence_s, self._note, self._say, self._clock = start, silence_s, note, say, clock
-        self._is_grading = is_grading
-        self._waits = Waits()
+        self._is_grading, self._waits = is_grading, Waits()
         self._workers: dict[str, _Worker] = {}
         self._looked_s = clock()
         self._rollouts: dict[str, _Asked] = {}
@@ -158,10 +159,10 @@ class Pool:
         """Workers lost since the start."""
         self.num_resumed = 0
         """Rollouts that went on, from the tokens they had, after their worker was lost."""
-        self._spent = Spent()
-        self._num_sampled = 0
-        self._drafts = DraftCounts()
+        self._spent, self._num_sampled, self._drafts = Spent(), 0, DraftCounts()
         self._paces: Paces = ()
+        self.drafting = dict(drafting)
+        """What is known of ways to draft, by size of batch: what was last heard of each."""
         self.resize(num_workers)
 
     @property
@@ -283,11 +284,14 @@ class Pool:
         match message:
             case Here():
                 worker.here = message
+                if self.drafting:
+                    worker.link.send(DraftAs(self.drafting))
                 if self._wanted is not None:
                     worker.link.send(TakeWeights(self._wanted.number))
                 if self._drafter is not None and message.drafter is not None:
                     self._drafter.join(name, message.drafter)
             case HasWeights():
+                self.drafting |= message.drafting
                 self._see_weights(name, worker, message.version)
             case Ended():
                 self._num_losses = 0

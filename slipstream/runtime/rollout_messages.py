@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
@@ -52,11 +52,18 @@ class TakeWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftAs:
+    """By what other workers, or an earlier run, have measured of ways to draft: the state of a selector."""
+
+    known: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """Tell what is known of running rollouts, and end the process: others go on with them."""
 
 
-ToRolloutWorker = SampleGroup | GoOn | GiveBack | TakeWeights | Leave | ToMember
+ToRolloutWorker = SampleGroup | GoOn | GiveBack | TakeWeights | DraftAs | Leave | ToMember
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,8 @@ class Here:
 @dataclass(frozen=True, slots=True)
 class HasWeights:
     version: WeightVersion
+    drafting: dict[str, object] = field(default_factory=dict)
+    """What it knows by then of ways to draft."""
 
 
 @dataclass(frozen=True, slots=True)

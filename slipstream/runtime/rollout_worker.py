@@ -15,12 +15,15 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
+from slipstream.draft.selector import Selector
 from slipstream.draft.shelves import Text
 from slipstream.engine.engine import Engine
 from slipstream.runtime.drafter_messages import ToMember
 from slipstream.runtime.drafter_worker import DrafterWorker
+from slipstream.runtime.drafting import draft_choices
 from slipstream.runtime.rollout_messages import (
     Beat,
+    DraftAs,
     Ended,
     FromRolloutWorker,
     GiveBack,
@@ -35,7 +38,6 @@ from slipstream.runtime.rollout_messages import (
     ToRolloutWorker,
     is_evaluation,
 )
-from slipstream.schedule.events import DraftChosen
 from slipstream.schedule.speeds import Paces, sum_paces
 from slipstream.types import Request, WeightVersion
 
@@ -80,11 +82,11 @@ class RolloutWorker:
         say: Callable[[FromRolloutWorker], None],
         clock: Callable[[], float] = time.monotonic,
         drafter: DrafterWorker | None = None,
-        choices: Callable[[], tuple[DraftChosen, ...]] = tuple,
+        selector: Selector | None = None,
     ) -> None:
-        """`drafter`: None where none learns. `choices`: of ways to draft, since they were last asked for."""
+        """`drafter`: None where none learns. `selector`: who chooses how the engine drafts, if somebody does."""
         self._engine, self._weights, self._past, self._say, self._clock = engine, weights, past, say, clock
-        self._drafter, self._choices = drafter, choices
+        self._drafter, self._selector = drafter, selector
         self._told: dict[str, int] = {}
         """By rollout that is here: tokens of it that were reported, with those it came with."""
         self._num_evaluated = 0
@@ -129,7 +131,10 @@ class RolloutWorker:
                     self._drafter.new_policy(version)
                 self._spent += Spent(weights_s=self._lap())
                 self._tell()
-                self._say(HasWeights(version))
+                self._say(HasWeights(version, self._selector.state_dict() if self._selector is not None else {}))
+            case DraftAs():
+                assert self._selector is not None, "told how to draft, without drafts"
+                self._selector.load_state_dict(message.known)
             case Leave():
                 self._tell()
                 if self._drafter is not None:
@@ -184,9 +189,12 @@ class RolloutWorker:
                 self._told[piece.request.uid] += len(piece.token_ids)
             self._say(Grown(tuple(grown)))
         drafts = self._engine.take_draft_counts() if self._engine.drafter is not None else None
+        choices = draft_choices(self._selector) if self._selector is not None else ()
+        if drafts is not None and self._selector is not None:
+            drafts.saved_s = self._selector.take_saved_s()
         before, self._told_facts = self._told_facts, self._engine.facts()
         num_tokens = self._told_facts.decode_tokens - before.decode_tokens
-        self._say(Beat(self._spent, num_tokens, drafts, self._paces, self._choices()))
+        self._say(Beat(self._spent, num_tokens, drafts, self._paces, choices))
         self._spent, self._paces = Spent(), ()
 
     def _take_in(self, request: Request, past: tuple[Text, ...], num_tokens: int) -> None:

@@ -70,6 +70,8 @@ class StreamParts:
     """Goes into every checkpoint as it is."""
     kept: Kept
     """Rollouts of the run that this one goes on from."""
+    drafting: Mapping[str, object]
+    """What it knew of ways to draft."""
     drafter_updates: int | None = None
     """Of the drafter that is published for the workers to begin with; None: there is none that learns."""
 
@@ -155,6 +157,7 @@ def stream(
             is_grading=lambda: groups.num_in_grading > 0,
             say=parts.console.note,
             drafter=drafter,
+            drafting=parts.drafting,
         )
         stack.callback(shutil.rmtree, run_dir / LESSONS_FOLDER, ignore_errors=True)  # once all are gone
         stack.callback(pool.close)

@@ -193,8 +193,9 @@ class LocalWorld:
         drafter, counts = self._engine.drafter, DraftCounts()
         if drafter is not None:
             counts, num_unserved, spent_s = self._engine.take_draft_counts(), drafter.num_unserved, drafter.spent_s
-            self._row |= draft_metrics(counts, self._selector.saved_s, num_unserved, spent_s - self._draft_s)
-            self._selector.saved_s, self._draft_s = 0.0, spent_s
+            counts.saved_s = self._selector.take_saved_s()
+            self._row |= draft_metrics(counts, num_unserved, spent_s - self._draft_s)
+            self._draft_s = spent_s
         if self._learner is not None:
             self._row |= self._learner.end_rollout()
         check_faults([result for group in groups for result in group.results], self._config.reward.max_fault_share)
@@ -264,7 +265,7 @@ class LocalWorld:
         self._facts = self._engine.facts()
         self._engine.take_draft_counts()  # as the times: of training rollouts only
         self._draft_s = self._engine.drafter.spent_s if self._engine.drafter is not None else 0.0
-        self._selector.saved_s = 0.0
+        self._selector.take_saved_s()
         for one in evaluated:
             store_groups(self._store, action.step, "eval", one.name, one.groups)
             self._row |= one.metrics

@@ -164,6 +164,8 @@ class Drafter(Section):
     slowing them by more than 3 %; the others, and all on a CPU, come after it, on texts of that step. With mode=sync,
     async or rhyme: of each worker, on its own rollouts, while it has nothing to sample; in two rounds, after which they
     average what they have learned. If there was time for none, all make up for it when they get new weights."""
+    least_idle: int = Field(1, ge=1)
+    """With mode=sync, async or rhyme: so many workers must have nothing to sample before they begin to train it."""
     lr: float = Field(3e-4, gt=0)
     memory_gb: float = Field(2.0, gt=0)
     """On the policy's device, for hidden states to learn from, in each process that has a drafter; what does not fit
@@ -307,15 +309,11 @@ class Config(Section):
     eval: Evaluation = Evaluation()
 
     @model_validator(mode="after")
-    def _groups_can_differ(self) -> Config:
+    def _groups_can_differ_and_updates_have_some(self) -> Config:
         if self.train.samples_per_prompt < 2 and self.algorithm.name != "reinforce++":
             raise ValueError(
                 f"algorithm {self.algorithm.name} compares the samples of a prompt: set train.samples_per_prompt >= 2"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _every_update_has_a_prompt(self) -> Config:
         if self.train.updates_per_step > self.train.prompts_per_step:
             raise ValueError("train.updates_per_step cannot exceed train.prompts_per_step")
         return self
@@ -323,21 +321,24 @@ class Config(Section):
     @model_validator(mode="after")
     def _mode_has_what_it_needs(self) -> Config:
         if self.mode == "colocated":
-            if self.rollout.workers > 1:
-                raise ValueError("rollout.workers > 1 needs mode=sync, async or rhyme: colocated has one engine, here")
+            apart = {"rollout.workers > 1": self.rollout.workers > 1, "rollout.scale": self.rollout.scale is not None}
+            apart |= {"train.ranks > 1": self.train.ranks > 1, "drafter.least_idle > 1": self.drafter.least_idle > 1}
+            for setting in (setting for setting, is_set in apart.items() if is_set):
+                raise ValueError(f"{setting} needs mode=sync, async or rhyme: colocated has one process")
             if self.runtime == "ray":
                 raise ValueError(
                     "runtime=ray runs processes on a cluster, and mode=colocated has none: write mode=sync (the same "
                     "weights, bit for bit on a CPU with train.deterministic=true), async or rhyme, or runtime=local"
                 )
-            if self.rollout.scale is not None:
-                raise ValueError("rollout.scale needs mode=sync, async or rhyme: colocated has one engine, here")
-            if self.train.ranks > 1:
-                raise ValueError("train.ranks > 1 needs mode=sync, async or rhyme: colocated trains in this process")
             return self
         if self.engine.sleep != "off":
             raise ValueError(
                 "engine.sleep makes room for training in the same process: leave it out, or mode=colocated"
+            )
+        most = self.rollout.scale.max if self.rollout.scale is not None else self.rollout.workers
+        if self.drafter.least_idle > most:
+            raise ValueError(
+                f"drafter.least_idle={self.drafter.least_idle} is more than there are rollout workers: {most}"
             )
         if self.mode == "rhyme" and self.rollout.workers < 2:
             raise ValueError("mode=rhyme shares rollouts out among workers by length: write rollout.workers=2 or more")

@@ -53,6 +53,8 @@ def write(folder: Path, name: str, content: dict[str, Any]) -> Path:
         ({"train": {"updates_per_step": 99}}, "train.updates_per_step cannot exceed train.prompts_per_step"),
         ({"mode": "parallel"}, "'mode' is 'parallel'"),
         ({"rollout": {"workers": 2}}, "rollout.workers > 1 needs mode=sync, async or rhyme"),
+        ({"drafter": {"least_idle": 2}}, "drafter.least_idle > 1 needs mode=sync, async or rhyme"),
+        ({"mode": "sync", "drafter": {"least_idle": 2}}, "least_idle=2 is more than there are rollout workers: 1"),
         ({"train": {"ranks": 2}}, "train.ranks > 1 needs mode=sync, async or rhyme"),
         ({"mode": "rhyme"}, "write rollout.workers=2 or more"),
         ({"mode": "sync", "engine": {"sleep": "kv"}}, "engine.sleep makes room for training in the same process"),

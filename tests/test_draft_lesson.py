@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.draft import lesson as lesson_module
 from slipstream.draft.eagle import FEATURES, KINDS, DraftModel, Features, build_draft
 from slipstream.draft.lesson import FADING, Lesson, Window, lesson_loss
-from slipstream.draft.online import DrafterTrainer
+from slipstream.draft.online import PASSES, DrafterTrainer
 from slipstream.models.attention import attend_causally
-from slipstream.models.packed import document_hidden
+from slipstream.models.packed import AfterHead, document_hidden
 
 TEXTS = [[5, 6, 7, *range(40, 52)], [5, 6, 8, *range(60, 80)], [5, 6, 9, 30]]
 
@@ -46,7 +47,9 @@ def packed(windows: Sequence[Window], num_tokens: int, kind: str = "eagle3") -> 
     return lesson
 
 
-def plain_losses(model: Any, draft: DraftModel, window: Window, passes: int, scale: float) -> list[list[Tensor]]:
+def plain_losses(
+    model: Any, draft: DraftModel, window: Window, passes: int, scale: float, after: AfterHead
+) -> list[list[Tensor]]:
     """By pass, then position: as the words of `lesson.py` have it, every position by itself."""
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     ids, size = window.ids_T, len(window.ids_T)
@@ -68,30 +71,35 @@ def plain_losses(model: Any, draft: DraftModel, window: Window, passes: int, sca
                 keys, values = torch.cat([keys, key]), torch.cat([values, value])
                 state = draft.finish(residual, attend_causally(query, keys, values, draft.form))
             if window.first + at + 2 >= window.num_prompt:
-                wanted = (head(window.last_TD[at + 1]) * scale).softmax(-1)
-                said = head(draft.head_input(state[0])) * scale
+                wanted = (after(head(window.last_TD[at + 1])) * scale).softmax(-1)
+                said = after(head(draft.head_input(state[0]))) * scale
                 losses[number].append(cross_entropy(said.unsqueeze(0), wanted.unsqueeze(0)))
     return losses
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_tokens", [sum(map(len, TEXTS)), 64])
+@pytest.mark.parametrize(
+    ("num_tokens", "after"),
+    [(sum(map(len, TEXTS)), AfterHead()), (64, AfterHead(divided_by=2.0)), (64, AfterHead(times=0.25, cap=1.5))],
+)
 def test_the_lesson_and_its_gradients_are_those_of_every_position_by_itself(
-    kind: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, num_tokens: int, after: AfterHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packed texts do not see one another at any pass, and padding does not count."""
+    """Packed texts do not see one another at any pass, and padding does not count. Logits are those of the family."""
     monkeypatch.setattr(lesson_module, "LOGIT_BYTES", 4 * 200 * 10 * 4)  # several parts
     model, draft, passes, scale = target(), sharp(kind, 5), 4, 1 / 0.7
     windows = windows_of(model, TEXTS, 3, kind)
     windows[1] = Window(*(one[4:] for one in (windows[1].ids_T, windows[1].features_TF, windows[1].last_TD)), 4, 3)
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if after.cap is not None:
+        head.bias = torch.nn.Parameter(torch.linspace(-1, 1, head.out_features), requires_grad=False)
     lesson = packed(windows, num_tokens, kind)
-    taught = lesson_loss(draft, embed, head, lesson, passes=passes, inverse_temperature=scale)
+    taught = lesson_loss(draft, embed, head, lesson, passes=passes, inverse_temperature=scale, after_head=after)
     gradients = torch.autograd.grad(taught.loss, list(draft.parameters()))
 
     by_pass: list[list[Tensor]] = [[] for _ in range(passes)]
     for window in windows:
-        for number, losses in enumerate(plain_losses(model, draft, window, passes, scale)):
+        for number, losses in enumerate(plain_losses(model, draft, window, passes, scale, after)):
             by_pass[number] += losses
     assert taught.asked_J.tolist() == [len(losses) for losses in by_pass] and taught.asked_J[3] > 20
     plain = torch.stack([FADING**number * torch.stack(one).mean() for number, one in enumerate(by_pass)]).sum()
@@ -219,6 +227,17 @@ def test_training_goes_on_from_what_was_saved() -> None:
     assert first.take_metrics() == {} and not first.trains_aside and not first.is_busy
     with pytest.raises(ValueError, match="other weights"):
         second.load_state_dict({name: one for name, one in saved.items() if "norm" not in name}, 1)
+
+
+def test_a_policy_is_imitated_as_it_samples() -> None:
+    """With logits that the family makes all alike, it is asked for every token as often."""
+    model = target()
+    model.config.logit_scale = 1e-9
+    trainer = DrafterTrainer(model, lr=1e-3, temperature=1.0, memory_bytes=10**9)
+    show(trainer, model, TEXTS)
+    trainer.train(1)
+    expected = math.log(model.config.vocab_size) * sum(FADING**number for number in range(PASSES))
+    assert trainer.take_metrics()["drafter/loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_broken_text_does_not_break_the_drafter() -> None:

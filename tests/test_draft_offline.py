@@ -178,6 +178,14 @@ def test_a_recorded_run_teaches_a_drafter_that_the_next_run_begins_with(
     assert f"{about['tokens_a_step']:.2f} after 24 updates" in said
     assert call(*words, "--updates", "24") == 2 and "not an empty folder" in capsys.readouterr().err
     assert call("export-drafter", str(folder), str(tmp_path / "exported")) == 0
+    assert "other weights" not in capsys.readouterr().out
+    other = ["--target", str(runs / "without" / "checkpoints" / "step_2")]
+    assert call("export-drafter", str(folder), str(tmp_path / "for_another"), *other) == 0
+    assert "it was taught by other weights" in capsys.readouterr().out
+    shutil.copytree(folder, tmp_path / "damaged")
+    (tmp_path / "damaged" / "drafter.json").write_text("{}")
+    assert call("export-drafter", str(tmp_path / "damaged"), str(tmp_path / "no")) == 2
+    assert "drafter.json is damaged" in capsys.readouterr().err
 
     changes = {"draft": {"source": "drafter"}, "drafter": {"updates": 0, "warm_from": str(folder)}, "warmup": None}
     new = recipe(tmp_path, train={"steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2}, **changes)
@@ -202,7 +210,11 @@ def test_stopped_it_has_what_it_learned_and_goes_on(
     assert "stopped after 4 updates" in capsys.readouterr().out
     first = find_drafter(folder)
     assert first.state.num_updates == 4
+    before = json.loads((folder / "drafter.json").read_text())["tokens_a_step_before"]
+    assert call(*words, "--resume", "drafter.kind=eagle1") == 2
+    assert "is of the kind eagle3: leave out drafter.kind=eagle1" in capsys.readouterr().err
     assert call(*words, "--resume") == 0 and find_drafter(folder).state.num_updates == 12
+    assert json.loads((folder / "drafter.json").read_text())["tokens_a_step_before"] == before, "of one untaught"
     assert (
         call(*words[:3], str(tmp_path / "no"), "--resume") == 2
         and "no drafter to go on with" in capsys.readouterr().err

@@ -38,13 +38,14 @@ HALF = SAMPLES // 2
 class Stage:
     """A session of these workers; what it sends them lies there until somebody answers."""
 
-    def __init__(self, folder: Path, workers: str, updates: int = UPDATES) -> None:
+    def __init__(self, folder: Path, workers: str, updates: int = UPDATES, least_idle: int = 1) -> None:
         self.noted, self.said, self.sent = list[Item](), list[str](), list[tuple[str, Any]]()
         self.session = DrafterSession(
             folder,
             lambda name, message: self.sent.append((name, message)),
             updates=updates,
             samples=SAMPLES,
+            least_idle=least_idle,
             record=self.noted.append,
             say=self.said.append,
         )
@@ -196,6 +197,7 @@ def test_if_nobody_ever_waits_all_rest_for_one_round_a_policy(tmp_path: Path) ->
     assert stage.session.take_metrics()["drafter/updates_in_tail"] == 0
     stage.learn()
     stage.session.new_policy(3)
+    assert stage.session.take_metrics()["drafter/behind"] == 0, "nobody has sampled with the newest policy yet"
     assert stage.noted[6:] == [Rest(("a", "b")), TrainRound(2, "a", ("a", "b"))], "that was for the one before"
     stage.session.leave("b")
     stage.trained("a")
@@ -211,6 +213,15 @@ def test_if_nobody_ever_waits_all_rest_for_one_round_a_policy(tmp_path: Path) ->
     stage.session.new_policy(4)
     assert stage.session.take_metrics()["drafter/behind"] == 1
     assert stage.noted == [], "there was a round since the policy changed"
+
+
+def test_a_round_waits_until_so_many_are_idle(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "abc", least_idle=2)
+    stage.learn()
+    stage.lend("a")
+    assert not any(isinstance(item, TrainRound) for item in stage.noted)
+    stage.lend("b")
+    assert TrainRound(1, "a", ("a", "b")) in stage.noted
 
 
 def test_who_is_at_a_round_that_is_owed_ends_it_before_it_samples(tmp_path: Path) -> None:

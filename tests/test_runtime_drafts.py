@@ -17,14 +17,14 @@ from slipstream.config import build_config
 from slipstream.draft import online
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import load_drafter_state
-from slipstream.draft.selector import Choice, Selector
+from slipstream.draft.selector import MIXED_STRATEGIES, Choice, Selector
 from slipstream.draft.shelves import HISTORY, OWN_TEXT, SIBLING
 from slipstream.engine.strategy import OFF, Always, DraftCounts, Strategy
 from slipstream.history.format import HistoryStoreError
 from slipstream.history.store import HistoryStore
 from slipstream.observe.store import RunStore
 from slipstream.runtime import tail as tail_module
-from slipstream.runtime.drafting import draft_metrics, draft_with, settle_source
+from slipstream.runtime.drafting import build_selector, draft_metrics, draft_with, settle_source
 from slipstream.runtime.local import run_training
 from slipstream.types import MODEL_ORIGIN, ORIGIN_NAMES
 
@@ -212,6 +212,14 @@ def test_a_broken_history_costs_drafts_and_not_the_run(without: Path, tmp_path: 
         patched.setattr(HistoryStore, "add", fails)
         run_training(config, quiet=True)
     assert rollouts(tmp_path / "on") == rollouts(without)
+
+
+def test_ways_that_max_drafts_makes_alike_are_one_way(tmp_path: Path) -> None:
+    config = build_config(settings(tmp_path, draft={"source": "both", "max_drafts": 3}))
+    selector = build_selector(config, torch.device("cpu"))
+    assert [way.drafts_each for way in selector.strategies] == [0.0, 1.0, 2.0, 4.0, 2.0]
+    wide = build_selector(build_config(settings(tmp_path, draft={"source": "both"})), torch.device("cpu"))
+    assert wide.strategies == MIXED_STRATEGIES
 
 
 def test_the_metrics_of_drafts_by_hand() -> None:

@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from slipstream.draft.eagle import DraftModel
+from slipstream.models.packed import AfterHead
 
 FADING = 0.8
 """Of a pass's weight, in the next one: drafts further ahead are needed less often."""
@@ -97,8 +99,10 @@ def lesson_loss(
     passes: int,
     inverse_temperature: float = 1.0,
     most_positions: int = 512,
+    after_head: AfterHead = AfterHead(),
 ) -> Taught:
-    """`embed` and `head` are the target's. All passes are asked about the same positions, where they can answer."""
+    """`embed`, `head` and what comes after it are the target's. All passes are asked about the same positions, where
+    they can answer."""
     shared = (*embed.parameters(), *head.parameters())
     assert not any(parameter.requires_grad for parameter in shared), "the target would be given gradients"
     start_T, position_T, can_ask_T, number_T = lesson.places_4T
@@ -123,7 +127,8 @@ def lesson_loss(
         said.append(draft.head_input(hidden_TD[at_N]))
     # At t the drafter has seen the token at t + 1, and is asked about the next: what the target says at t + 1.
     wanted_ND = lesson.last_TD[(at_N + 1).clamp(max=len(number_T) - 1)]
-    arguments = torch.stack(said), wanted_ND, head.weight, weight_JN, inverse_temperature
+    from_head = head.weight, head.bias, after_head
+    arguments = torch.stack(said), wanted_ND, weight_JN, inverse_temperature, *from_head
     loss, right_JN = _Distilled.apply(*arguments)  # type: ignore[no-untyped-call]
     return Taught(loss, (right_JN * asked_JN).sum(1), asked_J)
 
@@ -137,23 +142,30 @@ class _Distilled(torch.autograd.Function):
         ctx: Any,
         said_JND: Tensor,
         wanted_ND: Tensor,
-        head_VD: Tensor,
         weight_JN: Tensor,
         inverse_temperature: float,
+        head_VD: Tensor,
+        bias_V: Tensor | None,
+        after_head: AfterHead,
     ) -> tuple[Tensor, Tensor]:
         dtype = wanted_ND.dtype
         head_VD, said = head_VD.to(dtype), said_JND.to(dtype)
+        bias_V = None if bias_V is None else bias_V.to(dtype)
         gradient_JND = torch.empty_like(said)
         right_JN = torch.empty_like(weight_JN)
         loss = torch.zeros((), device=said.device)
         at_a_time = max(1, LOGIT_BYTES // (4 * len(head_VD) * len(said)))
         for first in range(0, len(wanted_ND), at_a_time):
             part = slice(first, first + at_a_time)
-            wanted_CV = ((wanted_ND[part] @ head_VD.T).float() * inverse_temperature).softmax(-1)
-            said_JCV = ((said[:, part] @ head_VD.T).float() * inverse_temperature).log_softmax(-1)
+            wanted_CV = after_head(linear(wanted_ND[part], head_VD, bias_V).float())
+            wanted_CV = (wanted_CV * inverse_temperature).softmax(-1)
+            said_JCV = after_head(linear(said[:, part], head_VD, bias_V).float())
+            slope = after_head.slope(said_JCV)
+            said_JCV = (said_JCV * inverse_temperature).log_softmax(-1)
             right_JN[:, part] = (said_JCV.argmax(-1) == wanted_CV.argmax(-1)).float()
             loss -= (weight_JN[:, part] * (said_JCV * wanted_CV).sum(-1)).sum()
             said_JCV = said_JCV.exp_().sub_(wanted_CV).mul_(weight_JN[:, part].unsqueeze(-1) * inverse_temperature)
+            said_JCV = said_JCV.mul_(slope)
             gradient_JND[:, part] = said_JCV.to(dtype) @ head_VD
         ctx.save_for_backward(gradient_JND.to(said_JND.dtype))
         ctx.mark_non_differentiable(right_JN)
@@ -162,7 +174,7 @@ class _Distilled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_JND,) = ctx.saved_tensors
-        return gradient_JND * upstream[0].to(gradient_JND.dtype), None, None, None, None
+        return gradient_JND * upstream[0].to(gradient_JND.dtype), *[None] * 6
 
 
 def _near(given: Tensor, device: torch.device) -> Tensor:

@@ -103,6 +103,12 @@ class Lessons:
                 return
             if not self._old:
                 self.num_dropped += 1
+                if not self._new:
+                    warnings.warn(
+                        f"the drafter has nothing to learn from: the hidden states of a text take {text.num_bytes:,} "
+                        "bytes, for which neither drafter.memory_gb nor drafter.disk_gb has room",
+                        stacklevel=2,
+                    )
                 return
             self._forget(self._old.pop(0))
 

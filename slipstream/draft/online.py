@@ -26,6 +26,7 @@ from slipstream.draft.eagle import FEATURES, Features, build_draft, kind_of
 from slipstream.draft.lesson import Lesson, Window, lesson_loss
 from slipstream.draft.lessons import Lessons, Text
 from slipstream.draft.saved import WEIGHTS
+from slipstream.models.packed import AfterHead
 from slipstream.models.weights import named_weights
 from slipstream.rng import derive_seed
 
@@ -63,8 +64,11 @@ class DrafterTrainer:
         self.model = build_draft(target.config, kind, seed).to(device)
         self.lessons = Lessons(memory_bytes, disk_bytes, folder)
         self._embed = nn.Embedding.from_pretrained(embedding.weight.detach(), freeze=True)
-        self._head = nn.Linear(head.in_features, head.out_features, bias=False, device="meta")
+        self._head = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
         self._head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)
+        if head.bias is not None:
+            self._head.bias = nn.Parameter(head.bias.detach(), requires_grad=False)
+        self._after_head = AfterHead.of(target.config)
         self._features = Features(target, kind)
         self._temperature, self._kind, self._seed = temperature, kind, seed
         self.num_updates = 0
@@ -164,13 +168,15 @@ class DrafterTrainer:
     def take_metrics(self) -> dict[str, float]:
         """Of the updates since they were last taken; none if there were none."""
         self.finish()
+        left_out, self.lessons.num_dropped = self.lessons.num_dropped, 0
+        told = {"drafter/texts_left_out": float(left_out)} if left_out else {}
         if not self._num_untold:
-            return {}
+            return told
         totals, count = self._totals.tolist(), self._num_untold
         self._totals.zero_()
         self._num_untold = 0
         self.follow()
-        metrics = {"drafter/loss": totals[0] / count, "drafter/updates": float(self.num_updates)}
+        metrics = told | {"drafter/loss": totals[0] / count, "drafter/updates": float(self.num_updates)}
         for place, (right, asked) in enumerate(zip(totals[1 : 1 + PASSES], totals[1 + PASSES :], strict=True)):
             if asked:
                 metrics[f"drafter/right_at_{place + 1}"] = right / asked
@@ -243,6 +249,7 @@ class DrafterTrainer:
                 self._lesson,
                 passes=PASSES,
                 inverse_temperature=1.0 / (self._temperature or 1.0),  # at 0 the likeliest token is sampled
+                after_head=self._after_head,
             )
         taught.loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)

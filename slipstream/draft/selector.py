@@ -109,7 +109,7 @@ class Selector:
         """`has_price`: whether a way has to be prepared before it can be tried, as on a GPU. `preparing`: of the time
         of steps, how much that may take."""
         assert strategies[0] == OFF, "what must never be slower than off has to know first how fast off is"
-        self._strategies, self._has_price, self._preparing = tuple(strategies), has_price, preparing
+        self.strategies, self._has_price, self._preparing = tuple(strategies), has_price, preparing
         self._buckets: dict[tuple[int, bool], Bucket] = {}
         """By the most sequences that count as this size, and whether texts repeat others."""
         self._of_model: dict[int, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=ASKED))
@@ -342,7 +342,7 @@ class Selector:
     def _new_bucket(self, size: int, is_matching: bool) -> Bucket:
         ways = [
             way
-            for way in self._strategies
+            for way in self.strategies
             if (
                 size <= (TREE_ROWS if way.branches > 1 else FEW_ROWS)
                 or (way.drafts_each <= MANY_DRAFTS and way.branches == 1)

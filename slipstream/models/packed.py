@@ -8,10 +8,11 @@ Axes: T packed tokens, N rows that want logits, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.models.attention import Documents, attending
 from slipstream.models.cached import CachedRows, KVPages, PackedRows
@@ -40,15 +41,36 @@ def document_hidden(model: PreTrainedModel, ids_T: Tensor, lengths: Sequence[int
     return hidden
 
 
+@dataclass(frozen=True, slots=True)
+class AfterHead:
+    """What a family does to the logits that its head gives."""
+
+    divided_by: float | None = None
+    """By Granite."""
+    times: float | None = None
+    """In Cohere."""
+    cap: float | None = None
+    """That they stay within in Gemma 2."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> AfterHead:
+        names = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+        return cls(*(getattr(config.get_text_config(), name, None) or None for name in names))
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.divided_by is not None:
+            logits = logits / self.divided_by
+        if self.times is not None:
+            logits = logits * self.times
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    def slope(self, given: Tensor) -> Tensor | float:
+        """How much what it has given changes with what it was given."""
+        slope = (self.times or 1.0) / (self.divided_by or 1.0)
+        return slope if self.cap is None else slope * (1.0 - (given / self.cap) ** 2)
+
+
 def head_logits(model: PreTrainedModel, hidden_ND: Tensor) -> Tensor:
     """Float32 logits of hidden states, with what the family does after the head; `tests` compare with the module."""
-    config = model.config.get_text_config()
-    logits_NV = model.get_output_embeddings()(hidden_ND).float()
-    if getattr(config, "logits_scaling", None):  # Granite divides
-        logits_NV = logits_NV / config.logits_scaling
-    if getattr(config, "logit_scale", None):  # Cohere multiplies
-        logits_NV = logits_NV * config.logit_scale
-    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-    if softcap:
-        logits_NV = torch.tanh(logits_NV / softcap) * softcap
-    return logits_NV
+    logits_NV: Tensor = model.get_output_embeddings()(hidden_ND).float()
+    return AfterHead.of(model.config)(logits_NV)

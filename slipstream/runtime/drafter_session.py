@@ -75,14 +75,16 @@ class DrafterSession:
         updates: int,
         samples: int,
         num_updates: int = 0,
+        least_idle: int = 1,
         record: Callable[[Item], None] = lambda item: None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`folder`: of versions and shares, of this session alone; it holds one that took `num_updates`. `updates`: of
-        each worker for each step, which has so many `samples`. `record`: writes the event log."""
+        each worker for each step, which has so many `samples`. `least_idle`: workers that have nothing to sample, from
+        which on they train. `record`: writes the event log."""
         self.folder, self._send, self._record, self._say = folder, send, record, say
         self._updates, self._round_updates = updates, math.ceil(updates / ROUNDS)
-        self.coordinator = Coordinator(least_lessons=math.ceil(samples / ROUNDS))
+        self.coordinator = Coordinator(least_idle, least_lessons=math.ceil(samples / ROUNDS))
         self.version = 0
         """The newest that was published."""
         self.here: dict[str, int] = {}
@@ -153,9 +155,11 @@ class DrafterSession:
     def take_metrics(self) -> dict[str, float]:
         """Since they were last taken."""
         oldest = min(self.here.values(), default=self.version)
+        # Whoever rests for a round that is owed has sampled nothing with the newest policy yet.
+        sampled_with = self._policy - bool(self._resting)
         metrics = {
             "drafter/version": float(self._updates_of.get(oldest, 0)),
-            "drafter/behind": float(self._policy - self._published_at),
+            "drafter/behind": float(sampled_with - self._published_at),
             "drafter/updates": float(self._updates_of[self.version]),
             "drafter/updates_in_tail": float(self._num_lent),
             "drafter/updates_given_up": float(self._num_given_up),

@@ -19,6 +19,7 @@ from slipstream.draft.export import FORMATS, export_drafter, refuse_filled, work
 from slipstream.draft.saved import DRAFTER_FILE, DrafterState, load_drafter_state, save_drafter_state
 from slipstream.files import replacing
 from slipstream.models.loading import load_model
+from slipstream.models.weights import fingerprint
 from slipstream.train.checkpoint import find_damage, latest_checkpoint
 
 ABOUT = "drafter.json"
@@ -41,8 +42,11 @@ class SavedDrafter:
 def find_drafter(source: Path) -> SavedDrafter:
     """Of a run's latest checkpoint, of a checkpoint, or of a folder of `train-drafter`."""
     if (source / ABOUT).is_file():
-        about = json.loads((source / ABOUT).read_text())
-        return SavedDrafter(load_drafter_state(source), Path(about["target"]))
+        try:
+            target = Path(json.loads((source / ABOUT).read_text())["target"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{source / ABOUT} is damaged ({error!r}): train it again with --out {source}") from error
+        return SavedDrafter(load_drafter_state(source), target)
     checkpoint = find_checkpoint(source)
     if not (checkpoint / DRAFTER_FILE).is_file():
         raise ValueError(
@@ -83,6 +87,7 @@ def export_from(source: Path, folder: Path, *, file_format: str | None, dtype: s
     own_format = next(name for name, kind in FORMATS.items() if kind == drafter.kind)
     if file_format not in (None, own_format):
         raise ValueError(f"the drafter of {source} is of the kind {drafter.kind}: give --format {own_format}")
+    is_other = target is not None and target.resolve() != drafter.target.resolve()
     target = target or drafter.target
     damage = find_damage(target) if (target / "manifest.json").is_file() else None
     if not target.is_dir() or damage is not None:
@@ -105,6 +110,8 @@ def export_from(source: Path, folder: Path, *, file_format: str | None, dtype: s
         f"wrote {folder}: a drafter for {target}",
         f"use it in vLLM: vllm serve {target} --speculative-config '{json.dumps(asked)}'",
     ]
+    if is_other and fingerprint(model) != drafter.state.target_digest:
+        lines.append(f"it was taught by other weights, those of {drafter.target}: fewer of its drafts will be right")
     if works_in_sglang(own_format, model.config):
         lines.append(
             f"or in SGLang: python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "

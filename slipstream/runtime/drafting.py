@@ -71,8 +71,10 @@ def build_drafter(config: Config, past: Past | None, device: torch.device) -> Hi
 
 def build_selector(config: Config, device: torch.device) -> Selector:
     """Chooses among the ways of drafting that the recipe has."""
-    ways = STRATEGIES[config.draft.source]
-    return Selector([way for way in ways if way.depth <= config.draft.max_drafts], has_price=device.type == "cuda")
+    most = config.draft.max_drafts
+    # With twice as many drafts as a sequence may have, a way is the one before it once more.
+    ways = [way for way in STRATEGIES[config.draft.source] if way.depth <= most and way.drafts_each < 2 * most]
+    return Selector(ways, has_price=device.type == "cuda")
 
 
 def draft_choices(selector: Selector) -> tuple[DraftChosen, ...]:

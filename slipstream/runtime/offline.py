@@ -8,6 +8,7 @@ number alone, so training that was stopped goes on as if it had not been, but fo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,8 @@ def train_offline(
         saved = find_drafter(source) if source is not None else None
         if saved is not None:
             check_fit(saved, model.config)
+            if kind != saved.kind and any(one.startswith("drafter.kind=") for one in overrides):
+                raise ValueError(f"the drafter in {source} is of the kind {saved.kind}: leave out drafter.kind={kind}")
             kind = saved.kind
         learner = DrafterTrainer(
             model,
@@ -131,7 +134,8 @@ def train_offline(
             ]
         )
         about: dict[str, Any] = {"target": str(checkpoint), "run": str(run), "held_out_rollouts": len(held_out)}
-        (about["tokens_a_step_before"],) = judge.tokens_a_step(learner.model)
+        before = json.loads((folder / ABOUT).read_text()).get("tokens_a_step_before") if resume else None
+        about["tokens_a_step_before"] = before or judge.tokens_a_step(learner.model)[0]
         step, digest = int(checkpoint.name.partition("_")[2]), fingerprint(model)
 
         def save() -> None:

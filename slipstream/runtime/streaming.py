@@ -128,6 +128,7 @@ def stream(
                 updates=config.drafter.updates,
                 samples=config.samples_per_step,
                 num_updates=parts.drafter_updates,
+                least_idle=config.drafter.least_idle,
                 record=note,
                 say=parts.console.note,
             )

@@ -245,6 +245,8 @@ class LocalWorld:
         metrics = {"timing_s/gen": gen_s, "timing_s/reward": reward_s}
         if self._engine.device.type == "cuda":
             metrics["timing_s/graphs"] = graph_s  # a part of gen
+            metrics["engine/graphs"] = float(self._facts.num_graphs)
+            metrics["engine/graph_mb"] = self._facts.graph_bytes / 1e6
         return metrics
 
     def _evaluate(self, action: Evaluate) -> list[Event]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from slipstream.draft import cpu_widths, match, widths
 from slipstream.draft.learned import ModelGuesser
-from slipstream.draft.shelves import ALIGNMENT, MAX_MATCH, NO_TEXT, Shelving, Text, lay_out
+from slipstream.draft.shelves import ALIGNMENT, MAX_MATCH, NO_TEXT, Shelving, Text, aligned, lay_out
 from slipstream.engine.packing import DraftSizes
 from slipstream.engine.sequences import Seat
 from slipstream.engine.state import StepState
@@ -99,8 +99,9 @@ class HistoryDrafter:
         self.min_match = new(1, min_match)
         """Tokens that must match; on the device, so that it can be changed under a graph."""
         # One place more at the end, where drafts that reach past the last shelf find nothing.
-        self.library_B = new(library_tokens + max_drafts + 1, NO_TEXT)
-        self.weights_B, self.sources_B = (new(library_tokens + max_drafts + 1) for _ in range(2))
+        self._shelves_3B = new(3 * aligned(library_tokens + max_drafts + 1)).view(3, -1)
+        self.library_B, self.weights_B, self.sources_B = self._shelves_3B[:, : library_tokens + max_drafts + 1]
+        self.library_B.fill_(NO_TEXT)
         # One block, since sequences come and go all the time and each launch to tell of it takes as long as a kernel.
         self._block = new(7 * 4 * (num_slots // 4 + 1)).view(7, -1)
         lines = [line[: num_slots + 1] for line in self._block]
@@ -293,9 +294,7 @@ class HistoryDrafter:
             return
         group.end = group.start + size
         group.segments = tuple(group.start + segment for segment in shelf.segments)
-        content = self._to_device(torch.from_numpy(shelf.content))
-        for tensor, values in zip((self.library_B, self.weights_B, self.sources_B), content, strict=True):
-            tensor[group.start : group.end] = values
+        self._shelves_3B[:, group.start : group.end] = self._to_device(torch.from_numpy(shelf.content))
 
     def _write_text(self, group: _Group, base: int, token_ids: Sequence[int]) -> None:
         """What the sequence has said so far, over what it may have said from an earlier seat."""

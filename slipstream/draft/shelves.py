@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -28,7 +28,8 @@ SIBLING, HISTORY, OWN_TEXT = 1, 2, 3
 class Text:
     """A past rollout and what its vote counts."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
+    """An array, from the history: what can be copied without looking at each."""
     weight: int
 
 
@@ -45,17 +46,19 @@ class Shelf:
 def lay_out(
     prompt_ids: Sequence[int], past: Sequence[Text], num_members: int, max_new_tokens: int, sibling_weight: int
 ) -> Shelf:
-    tail = prompt_ids[-MAX_MATCH:]
-    texts: list[tuple[Sequence[int], int, int]] = [(prompt_ids, 1, OWN_TEXT)]
-    texts += [((*tail, *text.token_ids), text.weight, HISTORY) for text in past]
-    starts = list(accumulate((len(text) + 1 for text, _, _ in texts), initial=1))
+    prompt = np.array(prompt_ids, np.int32)
+    tail = prompt[-MAX_MATCH:]
+    lengths = [len(prompt), *(len(tail) + len(text.token_ids) for text in past)]
+    starts = list(accumulate((length + 1 for length in lengths), initial=1))
     room = len(tail) + max_new_tokens + 1
     content = np.empty((3, starts[-1] + num_members * room), np.int32)
     content[0], content[1:, 0] = NO_TEXT, 0
-    for (text, weight, source), start in zip(texts, starts, strict=False):
-        end = start + len(text)
-        content[0, start:end] = text
-        content[1, start : end + 1], content[2, start : end + 1] = weight, source
+    content[0, 1 : starts[1] - 1] = prompt
+    content[1, 1 : starts[1]], content[2, 1 : starts[1]] = 1, OWN_TEXT
+    for text, (start, end) in zip(past, pairwise(starts[1:]), strict=True):
+        content[0, start : start + len(tail)] = tail
+        content[0, start + len(tail) : end - 1] = text.token_ids
+        content[1, start:end], content[2, start:end] = text.weight, HISTORY
     members = content[:, starts[-1] :].reshape(3, num_members, room)
     members[0, :, : len(tail)] = tail
     members[1], members[2] = sibling_weight, SIBLING

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-import struct
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,10 @@ COMMIT;
 """
 
 
+WORDS = "I"
+"""The array type of tokens: 32 bits."""
+
+
 class HistoryStoreError(OSError):
     """A file cannot be used; the message names it and says what to do."""
 
@@ -46,7 +51,7 @@ class HistoryStoreError(OSError):
 def pack(token_ids: Sequence[int]) -> bytes:
     """As many bytes a token as the largest id needs: all lowest bytes, then all second ones, and so on. A vocabulary of
     49k takes 2.0 bytes a token, where zlib level 1 on 32-bit ids takes 2.2 of prose and four times as long."""
-    return narrow(struct.pack(f"<{len(token_ids)}I", *token_ids))
+    return narrow(_little_endian(words_of(token_ids)).tobytes())
 
 
 def narrow(words: bytes) -> bytes:
@@ -57,11 +62,24 @@ def narrow(words: bytes) -> bytes:
     return b"".join(planes)
 
 
-def unpack(packed: bytes, length: int) -> tuple[int, ...]:
+def unpack(packed: bytes, length: int) -> array[int]:
     words = bytearray(4 * length)
     for byte in range(len(packed) // max(length, 1)):
         words[byte::4] = packed[byte * length : (byte + 1) * length]
-    return struct.unpack(f"<{length}I", words)
+    return _little_endian(array(WORDS, bytes(words)))
+
+
+def words_of(token_ids: Sequence[int]) -> array[int]:
+    """4 bytes each, where a tuple takes 40, and read by numpy without looking at each."""
+    return token_ids if isinstance(token_ids, array) else array(WORDS, token_ids)
+
+
+def _little_endian(words: array[int]) -> array[int]:
+    """From the machine's own order, or back."""
+    if sys.byteorder == "big":
+        words = words[:]
+        words.byteswap()
+    return words
 
 
 def check_version(connection: sqlite3.Connection, path: Path) -> int:

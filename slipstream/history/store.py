@@ -32,6 +32,7 @@ from slipstream.history.format import (
     faults_named,
     pack,
     unpack,
+    words_of,
 )
 from slipstream.history.takeover import find_source, read_source
 
@@ -61,13 +62,17 @@ class PastRollout:
     """What is remembered of one rollout."""
 
     prompt_key: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
+    """An array, whatever was given."""
     reward: float | None
     """None if the grader failed."""
     step: int
     """Of this run; 0 or less if it was taken over from another."""
     first_version: int
     last_version: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", words_of(self.token_ids))
 
 
 class HistoryStore:
@@ -237,5 +242,5 @@ class HistoryStore:
 
 
 def _memory_bytes(found: tuple[PastRollout, ...]) -> int:
-    # A token is a pointer of 8 bytes and an int of 32; a record and an entry of the cache have some 250 beside theirs.
-    return 250 + sum(250 + 40 * len(past.token_ids) for past in found)
+    # A token takes 4 bytes; a record with its array, and an entry of the cache, have some 350 beside theirs.
+    return 350 + sum(350 + 4 * len(past.token_ids) for past in found)

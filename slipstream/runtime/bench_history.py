@@ -19,6 +19,7 @@ from slipstream.draft.selector import Selector
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.workloads import ReplayGroup, adversarial, alike, epochs_of, seed_of
 from slipstream.engine.engine import Engine
+from slipstream.history.format import words_of
 from slipstream.models.precision import resolve_precision
 from slipstream.runtime.benches import check_shape, describe_machine, load_shape, new_table, write_record
 from slipstream.runtime.engines import choose_device
@@ -197,7 +198,7 @@ class Replay:
 
     def measure(self, groups: Sequence[ReplayGroup]) -> tuple[list[Walk], dict[str, Any]]:
         """By the clock, once a walk needed hardly any new graph and, with drafts, every way of drafting was tried."""
-        self._past = {group.prompt_ids: [Text(text, 1) for text in group.past] for group in groups}
+        self._past = {group.prompt_ids: [Text(words_of(text), 1) for text in group.past] for group in groups}
         # What paid for another workload says nothing about this one.
         self._selector = self._new_selector(self._engine.device)
         if self._engine.drafter is not None:

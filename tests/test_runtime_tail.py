@@ -73,6 +73,7 @@ def test_a_tail_from_beginning_to_end() -> None:
     num_done, metrics = tail.take()
     assert num_done == 6 and metrics["drafter/tail_slowdown"] == pytest.approx(0.0, abs=1e-9)
     assert metrics["drafter/tail_s"] == pytest.approx(199 * STEP_S)
+    assert metrics["drafter/free_s"] == pytest.approx(6 * device.update_steps * STEP_S), "nothing was slowed by it"
     device.steps(tail, 200)
     assert device.num_started == 6, "nothing new to learn from"
     tail.stop()
@@ -123,6 +124,7 @@ def test_a_tail_is_slowed_by_the_bound_at_most() -> None:
         assert 0.02 < slowdown < 0.0301 and num_done > 5, number
         assert metrics["drafter/tail_slowdown"] == pytest.approx(slowdown, abs=1e-3)
         assert metrics["drafter/busy_slowdown"] == pytest.approx(0.5, abs=0.01)
+        assert metrics["drafter/free_s"] == pytest.approx(num_done * 4 * STEP_S, rel=0.15), "what the steps took anyway"
 
 
 def test_a_learner_that_cannot_train_aside_is_never_lent() -> None:

@@ -42,8 +42,10 @@ class Throttle:
         """Each tail keeps the bound by itself; what updates cost is remembered."""
         self.num_steps = self.num_busy = self.num_updates = 0
         self._since_quiet = 0
-        self._usual_s = self._lost_s = 0.0
+        self._usual_s = self.lost_s = 0.0
         """What its steps would have taken without updates, and what they took more."""
+        self.busy_s = 0.0
+        """Of its steps beside an update."""
         self._quiet_s.clear()
 
     @property
@@ -54,7 +56,7 @@ class Throttle:
     @property
     def slowdown(self) -> float:
         """Of the tail so far, all its steps together."""
-        return self._lost_s / self._usual_s if self._usual_s else 0.0
+        return self.lost_s / self._usual_s if self._usual_s else 0.0
 
     def step_took(self, seconds: float, *, beside_update: bool) -> None:
         self.num_steps += 1
@@ -64,11 +66,12 @@ class Throttle:
             self._usual_s += seconds
             return
         self.num_busy += 1
+        self.busy_s += seconds
         self._since_quiet += 1
         if self._quiet_s:
             usual_s = median(self._quiet_s)
             self._usual_s += usual_s
-            self._lost_s += seconds - usual_s
+            self.lost_s += seconds - usual_s
             self._ratios.append(seconds / usual_s)
 
     def may_start(self) -> bool:
@@ -81,7 +84,7 @@ class Throttle:
         if cost <= self._aim and self.slowdown <= self._aim:
             return True
         next_s = self._steps_each * median(self._quiet_s)
-        return self._lost_s + cost * next_s <= self._aim * (self._usual_s + next_s)
+        return self.lost_s + cost * next_s <= self._aim * (self._usual_s + next_s)
 
     def started(self) -> None:
         self.num_updates += 1

@@ -250,7 +250,8 @@ def _drafter(store: RunStore, metrics: Metrics) -> str:
     elif num_sessions:
         text += (
             f", {sum(in_tail.values()):,.0f} of them beside the last sequences of rollouts, in {num_sessions} "
-            f"session(s), which slowed that part by {sum(slowdown.values()) / max(1, len(slowdown)):.1%} on the mean"
+            f"session(s), which slowed that part by {sum(slowdown.values()) / max(1, len(slowdown)):.1%} on the mean; "
+            f"{sum(metrics.get('drafter/free_s', {}).values()):.1f} s of training cost nothing"
         )
     right = metrics.get("drafter/right_at_1", {})
     if right:

@@ -74,7 +74,7 @@ class TailTrainer:
         self._last_s: float | None = None
         """When the last step was over, if it was one of this tail."""
         self._num_done = self._num_unpublished = 0
-        self._tail_s = self._slowed = 0.0
+        self._tail_s = self._slowed = self._free_s = 0.0
         self._num_steps = 0
 
     def add_lessons(self, count: int) -> None:
@@ -109,6 +109,7 @@ class TailTrainer:
             self._lent, self._last_s = False, None
             self._num_steps += self.throttle.num_steps
             self._slowed += self.throttle.num_steps * self.throttle.slowdown
+            self._free_s += self.throttle.busy_s - self.throttle.lost_s
             self._tell(Recall(WORKER))
 
     def stop(self) -> None:
@@ -126,9 +127,10 @@ class TailTrainer:
         if self._num_steps:
             metrics["drafter/tail_s"] = self._tail_s
             metrics["drafter/tail_slowdown"] = self._slowed / self._num_steps
+            metrics["drafter/free_s"] = self._free_s  # of training beside decoding, less what that took longer
         if self.throttle.cost is not None:
             metrics["drafter/busy_slowdown"] = self.throttle.cost
-        self._tail_s, self._slowed, self._num_steps = 0.0, 0.0, 0
+        self._tail_s, self._slowed, self._free_s, self._num_steps = 0.0, 0.0, 0.0, 0
         return num_done, metrics
 
     def _settle(self) -> None:

@@ -13,6 +13,8 @@ before that, on the same texts, for as long as some dozens of steps of a run wou
 no graph. What one costs against another is told by all tokens over all seconds, and by rounds, which differ.
 
     python benchmarks/drafter_arms.py runs/smollm2 --turns 'no drafter' poisoned history --rounds 20
+
+`--source drafter` does without texts, as `draft.source=drafter` does; poison is then measured by no drafter.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from slipstream.config import load_config
 from slipstream.draft.eagle import build_draft
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.learned import ModelGuesser
-from slipstream.draft.selector import MIXED_STRATEGIES, TREE_ROWS, Selector, size_of
+from slipstream.draft.selector import MIXED_STRATEGIES, MODEL_STRATEGIES, TREE_ROWS, Selector, size_of
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
 from slipstream.engine.engine import Engine
@@ -50,7 +52,7 @@ from slipstream.rng import derive_seed
 from slipstream.runtime.bench_history import FEW_GRAPHS, MOST_WARM_UPS, Walk, median_rates, timed_walk
 from slipstream.runtime.benches import describe_machine
 from slipstream.runtime.drafters import find_drafter
-from slipstream.runtime.drafting import draft_with
+from slipstream.runtime.drafting import STRATEGIES, draft_with
 from slipstream.runtime.engines import choose_device
 from slipstream.runtime.heap import still_heap
 from slipstream.runtime.prompts import load_training_problems
@@ -58,7 +60,8 @@ from slipstream.types import Request, SamplingParams
 
 ALONE = (Strategy(1.0, 0, 1), Strategy(2.0, 0, 2), Strategy(4.0, 0, 4))
 """Of the model, whatever is known: a run that remembers texts has better."""
-WAYS = (*MIXED_STRATEGIES, *ALONE)
+WAYS = {"both": (*MIXED_STRATEGIES, *ALONE), "drafter": MODEL_STRATEGIES}
+"""By source: what is tried alone."""
 SAMPLES, MAX_DRAFTS, TIMED_WALKS = 8, 32, 4
 LEARNING_STEPS, MOST_LEARNING_WALKS = 5000, 40
 """That a selector has before it is timed: what one has of a size of batch within some dozens of steps of a run, which
@@ -135,8 +138,8 @@ class Dry:
 
 
 class Bench:
-    def __init__(self, run: Path, new_tokens: int, waves: int) -> None:
-        self.waves = waves
+    def __init__(self, run: Path, source: str, new_tokens: int, waves: int) -> None:
+        self.source, self.waves = source, waves
         config = load_config(run / "config.yaml")
         saved = find_drafter(run)
         device = choose_device("auto")
@@ -164,7 +167,7 @@ class Bench:
             drafter = HistoryDrafter(
                 num_slots=batch,
                 max_drafts=MAX_DRAFTS,
-                library_tokens=shelf * (batch // SAMPLES + 2),
+                library_tokens=shelf * (batch // SAMPLES + 2) if self.source == "both" else 0,
                 longest_shelf=shelf,
                 device=self.model.device,
                 past=lambda ids: self.past[ids],
@@ -275,9 +278,10 @@ def take_turns(
     num_rounds: int,
 ) -> dict[str, Any]:
     """What must hold, each against another in the same rounds."""
+    strategies = STRATEGIES[bench.source]
     accounts: dict[str, AccountedAlways | AccountedSelector] = {
-        "selector": AccountedSelector(MIXED_STRATEGIES),
-        "poisoned": AccountedSelector(MIXED_STRATEGIES),
+        "selector": AccountedSelector(strategies),
+        "poisoned": AccountedSelector(strategies),
         "history": AccountedSelector([way for way in MIXED_STRATEGIES if not way.depth]),
     }
     if best is not None:
@@ -397,28 +401,37 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--waves", type=int, default=3, help="sequences for each place in the batch, one after another")
     parser.add_argument(
-        "--only", nargs="+", metavar="WAY", choices=list(map(str, WAYS)), help="ways to try alone, by their names"
+        "--source", choices=list(WAYS), default="both", help="what there is to draft from; by default texts and a model"
     )
-    parser.add_argument("--turns", nargs="+", choices=TURNS, default=TURNS, help="who take turns; by default all")
+    parser.add_argument("--only", nargs="+", metavar="WAY", help="ways to try alone, by their names")
+    parser.add_argument("--turns", nargs="+", choices=TURNS, help="who take turns; by default all that the source has")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of turns")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=Path, help="write the steps of every way here, gzipped")
     arguments = parser.parse_args()
+    has = [name for name in TURNS if name != "history" or arguments.source == "both"]
+    turns = arguments.turns or has
+    if not set(turns) <= set(has):
+        parser.error(f"a drafter alone remembers no texts: --turns can have {', '.join(has)}")
+    known = {str(way): way for way in WAYS[arguments.source]}
+    if unknown := sorted(set(arguments.only or ()) - set(known)):
+        parser.error(f"--only {unknown[0]!r}: there are {', '.join(map(repr, known))}")
     if arguments.only and arguments.steps:
         parser.error("a replay needs the steps of all ways: leave out --only, or --steps")
-    if (arguments.only or arguments.steps) and "best" not in arguments.turns:
+    if (arguments.only or arguments.steps) and "best" not in turns:
         parser.error("ways are tried alone to find the best: add it to --turns, or leave out --only and --steps")
-    ways = [way for way in WAYS if arguments.only is None or str(way) in arguments.only]
+    ways = [way for name, way in known.items() if arguments.only is None or name in arguments.only]
     if all(way.branches > 1 for way in ways) and max(map(int, arguments.batches.split(","))) > TREE_ROWS:
         parser.error(f"trees are for up to {TREE_ROWS} sequences: name another way as well, or smaller batches")
     if arguments.rounds < 2:
         parser.error("one round says nothing about the next: at least 2 --rounds")
-    bench = Bench(arguments.run, arguments.new_tokens, arguments.waves)
+    bench = Bench(arguments.run, arguments.source, arguments.new_tokens, arguments.waves)
     record = describe_machine(bench.model.device, bench.dtype)
-    record |= {"what": "benchmarks/drafter_arms.py", "kind": bench.kind, "prompts": len(bench.prompts), "rows": []}
+    record |= {"what": "benchmarks/drafter_arms.py", "source": bench.source, "kind": bench.kind}
+    record |= {"prompts": len(bench.prompts), "rows": []}
     steps = []
     for batch in map(int, arguments.batches.split(",")):
-        row, of_ways = compare(bench, batch, ways, arguments.turns, arguments.rounds)
+        row, of_ways = compare(bench, batch, ways, turns, arguments.rounds)
         record["rows"].append(row)
         steps.append(of_ways)
         if arguments.out:

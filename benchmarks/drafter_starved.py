@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--waves", type=int, default=16, help="sequences for each place in the batch")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    bench = Bench(arguments.run, arguments.new_tokens, arguments.waves)
+    bench = Bench(arguments.run, "both", arguments.new_tokens, arguments.waves)
     record = describe_machine(bench.model.device, bench.dtype)
     record |= {"what": "benchmarks/drafter_starved.py", "kind": bench.kind, "rows": []}
     for batch in map(int, arguments.batches.split(",")):

@@ -23,7 +23,7 @@ from slipstream.engine.strategy import OFF, Strategy
 from slipstream.models.weights import fingerprint, named_weights, write_weights
 from slipstream.observe.ledger import Ledger
 from slipstream.runtime.pool import MAX_LOSSES, Pool, WorkerBroke
-from slipstream.runtime.rollout_messages import Broke, GiveBack, Grown, Here, SampleGroup
+from slipstream.runtime.rollout_messages import Broke, DraftAs, GiveBack, Grown, Here, SampleGroup
 from slipstream.runtime.rollout_worker import PastTexts, RolloutWorker
 from slipstream.schedule.allocation import Allocator, StepSeen
 from slipstream.schedule.events import DraftChosen, Item, Sample, WorkerJoined, WorkerLeft
@@ -353,6 +353,7 @@ def test_a_worker_tells_tokens_once_and_ignores_what_has_ended() -> None:
     said: list[Any] = []
     clock = Clock()
     worker = RolloutWorker(engine_of(), Shelf(), PastTexts(), said.append, clock)
+    worker.obey(DraftAs({"8 plain": {}}))  # of a run that drafted, which this one does not
     requests = group("1/0", (5, 6, 7), 2, max_new_tokens=30)
     worker.obey(SampleGroup(tuple(requests)))
     told: dict[str, list[int]] = {request.uid: [] for request in requests}

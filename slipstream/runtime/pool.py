@@ -140,7 +140,7 @@ class Pool:
     ) -> None:
         """`start`: a process for the worker of this name, rollout-0 and so on. `note`: is told of workers that come and
         go, rollouts that move between them, and ways to draft. `is_grading`: whether grades are missing. `drafter`: how
-        workers without work train one, if there is one that learns. `drafting`: what an earlier run knew of ways to."""
+        workers without work train one, if there is one that learns. `drafting`: what is known of ways to draft."""
         self._fleet = Fleet(rules if drafter is None else replace(rules, lends_idle=True))
         self._ledger, self._drafter = ledger, drafter
         self._start, self._silence_s, self._note, self._say, self._clock = start, silence_s, note, say, clock

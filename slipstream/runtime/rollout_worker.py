@@ -133,8 +133,8 @@ class RolloutWorker:
                 self._tell()
                 self._say(HasWeights(version, self._selector.state_dict() if self._selector is not None else {}))
             case DraftAs():
-                assert self._selector is not None, "told how to draft, without drafts"
-                self._selector.load_state_dict(message.known)
+                if self._selector is not None:  # the run may have been resumed without drafts
+                    self._selector.load_state_dict(message.known)
             case Leave():
                 self._tell()
                 if self._drafter is not None:

@@ -4,7 +4,8 @@
 
 On a GPU this happens while earlier steps run, and costs nothing as long as it takes less time than they do. Here the
 model takes none: what it would have sampled is written where the host reads it, one token for each sequence, and for
-one in eight that has drafts up to four more. Sequences have lengths that differ, and others take their place.
+one in eight that has drafts up to four more. Sequences have lengths that differ, and others take their place. "Texts":
+for each group, earlier rollouts of its prompt are laid out where drafts would come from.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import torch
 
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.selector import Selector
+from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.engine.engine import Engine
 from slipstream.engine.fitting import fitted
 from slipstream.engine.sequences import StepPlan
 from slipstream.engine.strategy import OFF, Always, DraftPolicy, StepDrafts, Strategy
+from slipstream.history.format import words_of
 from slipstream.models.loading import load_model
 from slipstream.runtime.benches import describe_machine
 from slipstream.runtime.heap import still_heap
@@ -32,7 +35,7 @@ from slipstream.types import Request, SamplingParams
 CPU = torch.device("cpu")
 MAX_LENGTH, PROMPT_TOKENS, SAMPLES = 700, 60, 8
 WARM_UP, STEPS, ROUNDS = 300, 400, 5
-POLICIES = ("no drafter", "off", "4 drafts", "selector")
+POLICIES = ("no drafter", "off", "4 drafts", "selector", "off, texts")
 
 
 class Host:
@@ -42,9 +45,17 @@ class Host:
         self.batch, self.policy_name = batch, policy_name
         policy: DraftPolicy | None = None
         if policy_name != "no drafter":
-            ways = {"off": OFF, "4 drafts": Strategy(4.0, 1)}
+            ways = {"off": OFF, "4 drafts": Strategy(4.0, 1), "off, texts": OFF}
             policy = Always(ways[policy_name]) if policy_name in ways else Selector()
-        drafter = policy and HistoryDrafter(num_slots=batch, max_drafts=32, library_tokens=0, device=CPU)
+        shelf = shelf_tokens(PROMPT_TOKENS, 2 * SAMPLES, MAX_LENGTH)
+        past = [Text(words_of(range(number, number + 256)), 4) for number in range(SAMPLES)]
+        drafter = policy and HistoryDrafter(
+            num_slots=batch,
+            max_drafts=32,
+            library_tokens=2 * shelf * (batch // SAMPLES + 1) if "texts" in policy_name else 0,
+            device=CPU,
+            past=lambda prompt_ids: past,
+        )
         model = load_model("tiny", dtype=torch.float32, device=CPU)
         self.engine = Engine(
             model, max_sequences=batch, max_length=MAX_LENGTH, drafter=drafter, policy=policy, steps_ahead=2

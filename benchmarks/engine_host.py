@@ -49,7 +49,7 @@ class Host:
             policy = Always(ways[policy_name]) if policy_name in ways else Selector()
         shelf = shelf_tokens(PROMPT_TOKENS, 2 * SAMPLES, MAX_LENGTH)
         past = [Text(words_of(range(number, number + 256)), 4) for number in range(SAMPLES)]
-        drafter = policy and HistoryDrafter(
+        drafter = HistoryDrafter(
             num_slots=batch,
             max_drafts=32,
             library_tokens=2 * shelf * (batch // SAMPLES + 1) if "texts" in policy_name else 0,
@@ -58,7 +58,12 @@ class Host:
         )
         model = load_model("tiny", dtype=torch.float32, device=CPU)
         self.engine = Engine(
-            model, max_sequences=batch, max_length=MAX_LENGTH, drafter=drafter, policy=policy, steps_ahead=2
+            model,
+            max_sequences=batch,
+            max_length=MAX_LENGTH,
+            drafter=drafter if policy is not None else None,
+            policy=policy,
+            steps_ahead=2,
         )
         batcher = self.engine._batcher
         batcher.max_step_tokens, batcher._fit_drafts = 2048, fitted  # as on a GPU

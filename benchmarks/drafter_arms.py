@@ -410,7 +410,7 @@ def main() -> None:
     parser.add_argument("--steps", type=Path, help="write the steps of every way here, gzipped")
     arguments = parser.parse_args()
     has = [name for name in TURNS if name != "history" or arguments.source == "both"]
-    turns = arguments.turns or has
+    turns = list(dict.fromkeys(arguments.turns or has))
     if not set(turns) <= set(has):
         parser.error(f"a drafter alone remembers no texts: --turns can have {', '.join(has)}")
     known = {str(way): way for way in WAYS[arguments.source]}

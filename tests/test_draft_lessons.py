@@ -109,6 +109,6 @@ def test_a_disk_that_refuses_costs_texts_and_not_the_run(tmp_path: Path) -> None
 
 def test_that_there_is_room_for_nothing_is_said() -> None:
     lessons = Lessons(SIZE - 1)
-    with pytest.warns(UserWarning, match=r"nothing to learn from.*neither drafter\.memory_gb nor drafter\.disk_gb"):
+    with pytest.warns(UserWarning, match=r"nothing to learn from: neither drafter\.memory_gb nor drafter\.disk_gb"):
         lessons.add(text(10))
     assert len(lessons) == 0 and lessons.num_dropped == 1

@@ -221,6 +221,14 @@ def test_stopped_it_has_what_it_learned_and_goes_on(
     )
 
 
+@pytest.mark.filterwarnings("ignore:the drafter has nothing to learn from")
+def test_too_little_memory_is_said_and_not_waited_for(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train-drafter", str(runs / "eagle3"), "--out", str(tmp_path / "no"), "drafter.memory_gb=1e-9"]
+    assert call(*words) == 2 and "fits into drafter.memory_gb: raise it" in capsys.readouterr().err
+
+
 def test_prompts_are_held_out_whole(runs: Path) -> None:
     config = load_config(runs / "eagle3" / "config.yaml")
     rest, held_out = recorded_samples(runs / "eagle3", config, "tiny")

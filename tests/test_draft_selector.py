@@ -14,6 +14,14 @@ from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODE
 from slipstream.engine.strategy import OFF, StepResult, Strategy
 
 
+def test_of_a_size_that_is_hardly_known_nothing_is_saved() -> None:
+    """It would take the place of what another worker knows of it."""
+    selector = Selector()
+    drive(selector, world_with(0.8, 0.02), 8, 100)
+    selector.choose(64)
+    assert {name.split()[0] for name in selector.state_dict()} == {"8"}
+
+
 def test_where_drafts_pay_most_tokens_come_from_the_best_way() -> None:
     selector = Selector()
     rate = drive(selector, world_with(0.8, 0.02), 8, 600)

@@ -223,6 +223,12 @@ def test_a_round_waits_until_so_many_are_idle(tmp_path: Path) -> None:
     stage.lend("b")
     assert TrainRound(1, "a", ("a", "b")) in stage.noted
 
+    stage = Stage(tmp_path, "a", least_idle=2)
+    stage.session.new_policy(0)
+    stage.learn()
+    stage.session.new_policy(1)
+    assert stage.noted == [Rest(("a",)), TrainRound(1, "a", ("a",))], "what is owed is made up for by whoever is there"
+
 
 def test_who_is_at_a_round_that_is_owed_ends_it_before_it_samples(tmp_path: Path) -> None:
     """As in mode=sync, where all wait for the policy, and are asked to sample as soon as it is there."""

@@ -158,10 +158,10 @@ class _Distilled(torch.autograd.Function):
         for first in range(0, len(wanted_ND), at_a_time):
             part = slice(first, first + at_a_time)
             wanted_CV = after_head(linear(wanted_ND[part], head_VD, bias_V).float())
-            wanted_CV = (wanted_CV * inverse_temperature).softmax(-1)
+            wanted_CV = wanted_CV.mul_(inverse_temperature).softmax(-1)
             said_JCV = after_head(linear(said[:, part], head_VD, bias_V).float())
             slope = after_head.slope(said_JCV)
-            said_JCV = (said_JCV * inverse_temperature).log_softmax(-1)
+            said_JCV = said_JCV.mul_(inverse_temperature).log_softmax(-1)
             right_JN[:, part] = (said_JCV.argmax(-1) == wanted_CV.argmax(-1)).float()
             loss -= (weight_JN[:, part] * (said_JCV * wanted_CV).sum(-1)).sum()
             said_JCV = said_JCV.exp_().sub_(wanted_CV).mul_(weight_JN[:, part].unsqueeze(-1) * inverse_temperature)

@@ -105,8 +105,8 @@ class Lessons:
                 self.num_dropped += 1
                 if not self._new:
                     warnings.warn(
-                        f"the drafter has nothing to learn from: the hidden states of a text take {text.num_bytes:,} "
-                        "bytes, for which neither drafter.memory_gb nor drafter.disk_gb has room",
+                        "the drafter has nothing to learn from: neither drafter.memory_gb nor drafter.disk_gb has room "
+                        "for the hidden states of a text",
                         stacklevel=2,
                     )
                 return

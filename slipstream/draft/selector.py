@@ -303,6 +303,7 @@ class Selector:
                 "of_model": [] if is_matching else list(map(list, bucket.of_model)),
             }
             for (size, is_matching), bucket in self._buckets.items()
+            if OFF in bucket.costs  # else hardly anything is known
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:

@@ -71,7 +71,9 @@ def unpack(packed: bytes, length: int) -> array[int]:
 
 def words_of(token_ids: Sequence[int]) -> array[int]:
     """4 bytes each, where a tuple takes 40, and read by numpy without looking at each."""
-    return token_ids if isinstance(token_ids, array) else array(WORDS, token_ids)
+    if isinstance(token_ids, array) and token_ids.typecode == WORDS:
+        return token_ids
+    return array(WORDS, token_ids)
 
 
 def _little_endian(words: array[int]) -> array[int]:

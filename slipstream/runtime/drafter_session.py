@@ -47,7 +47,7 @@ from slipstream.schedule.events import (
     WorkerLeft,
 )
 
-SHARES_FOLDER = "shares"
+SHARES_FOLDER, LEFT_OUT = "shares", "drafter/texts_left_out"
 ROUNDS = 2
 """Of a step: one with the first half of its rollouts, while others are sampled, one with all."""
 
@@ -105,6 +105,8 @@ class DrafterSession:
         """Of each metric that members tell: values, and the updates they are of."""
         self._num_lent = self._num_given_up = 0
         """Updates since metrics were taken: made by workers with nothing to sample, and given up."""
+        self._num_left_out = 0.0
+        """Texts since then that members had no room for."""
         shutil.rmtree(folder / SHARES_FOLDER, ignore_errors=True)  # what a crash left behind
 
     # What the pool says.
@@ -159,15 +161,18 @@ class DrafterSession:
         sampled_with = self._policy - bool(self._resting)
         metrics = {
             "drafter/version": float(self._updates_of.get(oldest, 0)),
-            "drafter/behind": float(sampled_with - self._published_at),
+            "drafter/behind": float(max(0, sampled_with - self._published_at)),
             "drafter/updates": float(self._updates_of[self.version]),
             "drafter/updates_in_tail": float(self._num_lent),
             "drafter/updates_given_up": float(self._num_given_up),
         }
+        if self._num_left_out:
+            metrics[LEFT_OUT] = self._num_left_out
         for name, told in self._means.items():
             metrics[name] = sum(value * count for value, count in told) / sum(count for _, count in told)
         self._means.clear()
         self._num_lent = self._num_given_up = 0
+        self._num_left_out = 0.0
         return metrics
 
     # What is decided.
@@ -270,7 +275,10 @@ class DrafterSession:
         if name in self._lent:
             self._num_lent += message.num_updates
         for metric, value in message.metrics.items():
-            self._means[metric].append((value, max(1, message.num_updates)))
+            if metric == LEFT_OUT:
+                self._num_left_out += value
+            else:
+                self._means[metric].append((value, max(1, message.num_updates)))
 
     def _publish(self, message: SharesAveraged) -> None:
         self._updates_of[message.version] = message.num_updates

@@ -72,8 +72,9 @@ def build_drafter(config: Config, past: Past | None, device: torch.device) -> Hi
 def build_selector(config: Config, device: torch.device) -> Selector:
     """Chooses among the ways of drafting that the recipe has."""
     most = config.draft.max_drafts
-    # With twice as many drafts as a sequence may have, a way is the one before it once more.
-    ways = [way for way in STRATEGIES[config.draft.source] if way.depth <= most and way.drafts_each < 2 * most]
+    ways = [way for way in STRATEGIES[config.draft.source] if way.depth <= most]
+    # With twice as many drafts as a sequence may have, a chain is the one before it once more.
+    ways = [way for way in ways if way.branches > 1 or way.drafts_each < 2 * most]
     return Selector(ways, has_price=device.type == "cuda")
 
 

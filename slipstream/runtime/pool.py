@@ -285,7 +285,7 @@ class Pool:
             case Here():
                 worker.here = message
                 if self.drafting:
-                    worker.link.send(DraftAs(self.drafting))
+                    worker.link.send(DraftAs(dict(self.drafting)))
                 if self._wanted is not None:
                     worker.link.send(TakeWeights(self._wanted.number))
                 if self._drafter is not None and message.drafter is not None:

@@ -409,7 +409,7 @@ class StreamWorld:
             "concluded": action.concluded,
             "row": dict(self._rows.get(action.step, {})),
             "under_way": action.under_way,
-            "drafting": self._pool.drafting,
+            "drafting": dict(self._pool.drafting),
         }
         rollouts = self._kept.left(action.step) + self.under_way()
         files = {KEPT_FILE: pack(settings_of(self._config), rollouts)} if rollouts else {}

@@ -65,20 +65,20 @@ class Coordinator:
             case Lend():
                 assert event.worker not in self._members, f"{event.worker} trains, and cannot be idle too"
                 self._idle[event.worker] = None
-                return self._begin()
+                return self._begin(self.least_idle)
             case Rest():
                 self._idle |= dict.fromkeys(name for name in event.workers if name not in self._members)
-                return self._begin()
+                return self._begin(least_idle=1)  # they stop sampling for it, however few they are
             case Recall() | WorkerLeft():
                 return self._leave(event.worker, is_here=isinstance(event, Recall))
             case LessonsAdded():
                 self._num_lessons += event.count
-                return self._begin()
+                return self._begin(self.least_idle)
             case RoundDone():
                 return self._go_on(event.session)
 
-    def _begin(self) -> list[CoordinatorAction]:
-        if self._members or len(self._idle) < self.least_idle or not self.has_enough:
+    def _begin(self, least_idle: int) -> list[CoordinatorAction]:
+        if self._members or len(self._idle) < least_idle or not self.has_enough:
             return []
         self._session += 1
         return [self._round()]

@@ -360,8 +360,9 @@ class Round:
 def share_of(rounds: Sequence[Round], of: Sequence[Round]) -> dict[str, Any]:
     """All tokens over all seconds, against those of another; and by rounds, also as if graphs had been there."""
     made = [[one.rate / (1 - one.making) for one in both] for both in (rounds, of)]
+    in_all = _all_rate(rounds) / _all_rate(of)
     return {
-        "all": (in_all := _all_rate(rounds) / _all_rate(of)),
+        "all": in_all,
         "all_error": _jackknife_error(rounds, of, in_all),
         "rounds": _ratios([one.rate for one in rounds], [one.rate for one in of]),
         "made": _ratios(*made),

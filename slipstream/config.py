@@ -323,8 +323,9 @@ class Config(Section):
         if self.mode == "colocated":
             apart = {"rollout.workers > 1": self.rollout.workers > 1, "rollout.scale": self.rollout.scale is not None}
             apart |= {"train.ranks > 1": self.train.ranks > 1, "drafter.least_idle > 1": self.drafter.least_idle > 1}
-            for setting in (setting for setting, is_set in apart.items() if is_set):
-                raise ValueError(f"{setting} needs mode=sync, async or rhyme: colocated has one process")
+            for setting, is_set in apart.items():
+                if is_set:
+                    raise ValueError(f"{setting} needs mode=sync, async or rhyme: colocated has one process")
             if self.runtime == "ray":
                 raise ValueError(
                     "runtime=ray runs processes on a cluster, and mode=colocated has none: write mode=sync (the same "
@@ -335,14 +336,12 @@ class Config(Section):
             raise ValueError(
                 "engine.sleep makes room for training in the same process: leave it out, or mode=colocated"
             )
-        most = self.rollout.scale.max if self.rollout.scale is not None else self.rollout.workers
-        if self.drafter.least_idle > most:
-            raise ValueError(
-                f"drafter.least_idle={self.drafter.least_idle} is more than there are rollout workers: {most}"
-            )
+        scale, idle = self.rollout.scale, self.drafter.least_idle
+        most = scale.max if scale is not None else self.rollout.workers
+        if idle > most:
+            raise ValueError(f"drafter.least_idle={idle} is more than there are rollout workers: {most}; lower it")
         if self.mode == "rhyme" and self.rollout.workers < 2:
             raise ValueError("mode=rhyme shares rollouts out among workers by length: write rollout.workers=2 or more")
-        scale = self.rollout.scale
         if scale is not None:
             if not scale.min <= self.rollout.workers <= scale.max:
                 raise ValueError(

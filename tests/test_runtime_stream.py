@@ -322,7 +322,8 @@ def test_workers_draft_from_what_earlier_epochs_had(colocated: Path, tmp_path: P
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum(row.get("rollout/spec_accepted", 0) for row in rows) > 50
     assert any(row.get("rollout/spec_saved_s") for row in rows), "workers tell what they estimate"
-    newest = max((tmp_path / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name.split("_")[1]))
+    newest = latest_checkpoint(tmp_path / "run")
+    assert newest is not None
     state = json.loads((newest / "run_state.json").read_text())
     assert any(len(bucket["ways"]) > 1 for bucket in state["drafting"].values()), "what they measured is in checkpoints"
 

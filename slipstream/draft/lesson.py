@@ -164,8 +164,8 @@ class _Distilled(torch.autograd.Function):
             said_JCV = said_JCV.mul_(inverse_temperature).log_softmax(-1)
             right_JN[:, part] = (said_JCV.argmax(-1) == wanted_CV.argmax(-1)).float()
             loss -= (weight_JN[:, part] * (said_JCV * wanted_CV).sum(-1)).sum()
-            said_JCV = said_JCV.exp_().sub_(wanted_CV).mul_(weight_JN[:, part].unsqueeze(-1) * inverse_temperature)
-            said_JCV = said_JCV.mul_(slope)
+            factor = weight_JN[:, part].unsqueeze(-1) * inverse_temperature * slope
+            said_JCV = said_JCV.exp_().sub_(wanted_CV).mul_(factor)
             gradient_JND[:, part] = said_JCV.to(dtype) @ head_VD
         ctx.save_for_backward(gradient_JND.to(said_JND.dtype))
         ctx.mark_non_differentiable(right_JN)

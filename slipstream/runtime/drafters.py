@@ -33,6 +33,8 @@ class SavedDrafter:
     state: DrafterState
     target: Path
     """The checkpoint of the policy that it drafts for."""
+    tokens_a_step_before: float | None = None
+    """What it gave before `train-drafter` taught it, if that did."""
 
     @property
     def kind(self) -> str:
@@ -43,10 +45,11 @@ def find_drafter(source: Path) -> SavedDrafter:
     """Of a run's latest checkpoint, of a checkpoint, or of a folder of `train-drafter`."""
     if (source / ABOUT).is_file():
         try:
-            target = Path(json.loads((source / ABOUT).read_text())["target"])
+            about = json.loads((source / ABOUT).read_text())
+            target, before = Path(about["target"]), about.get("tokens_a_step_before")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{source / ABOUT} is damaged ({error!r}): train it again with --out {source}") from error
-        return SavedDrafter(load_drafter_state(source), target)
+        return SavedDrafter(load_drafter_state(source), target, before)
     checkpoint = find_checkpoint(source)
     if not (checkpoint / DRAFTER_FILE).is_file():
         raise ValueError(

@@ -8,7 +8,6 @@ number alone, so training that was stopped goes on as if it had not been, but fo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +133,7 @@ def train_offline(
             ]
         )
         about: dict[str, Any] = {"target": str(checkpoint), "run": str(run), "held_out_rollouts": len(held_out)}
-        before = json.loads((folder / ABOUT).read_text()).get("tokens_a_step_before") if resume else None
+        before = saved.tokens_a_step_before if saved is not None and resume else None
         about["tokens_a_step_before"] = before or judge.tokens_a_step(learner.model)[0]
         step, digest = int(checkpoint.name.partition("_")[2]), fingerprint(model)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.online import EAGER_UPDATES, DrafterTrainer
 from slipstream.engine.engine import BrokenLogits, Engine
+from slipstream.engine.graphs import GraphPool
+from slipstream.engine.packing import Launch, StepSizes
 from slipstream.engine.strategy import Always, Strategy
 from slipstream.models.attention import AttentionForm, Documents
 from slipstream.models.loading import load_model
@@ -264,3 +266,23 @@ def test_training_the_drafter_beside_decoding_changes_no_token() -> None:
     assert any(not torch.equal(one, before[name]) for name, one in named_weights(guesser.model))
     assert all(torch.isfinite(one).all() for _, one in trainer.weights())
     assert 0 < trainer.take_metrics()["drafter/loss"] < 100
+
+
+def test_graphs_of_growing_sizes_take_what_the_largest_takes() -> None:
+    pool = GraphPool(budget_bytes=1 << 40)
+    sizes = [num << 22 for num in range(1, 9)]  # of numbers: up to 128 MiB
+    kept = torch.zeros(len(sizes), device="cuda")
+
+    def body(number: int) -> None:
+        whole = torch.full((sizes[number],), float(number), device="cuda")
+        kept[number] = (whole + 1).sum() / sizes[number]
+
+    for number, size in enumerate(sizes):
+        launch = Launch(None, StepSizes(size, 1, size, with_drafts=False, with_cuts=False))
+        for _ in range(2):  # of which the first, of all, is not captured
+            pool.run(launch, partial(body, number))
+    assert len(pool) == len(sizes)
+    assert kept.tolist() == [number + 1 for number in range(len(sizes))]
+    assert pool.num_bytes < 1.2 * 2 * 4 * sizes[-1]
+    segments = torch.cuda.memory_snapshot()
+    assert {segment["is_expandable"] for segment in segments} == {True, False}, "of graphs and of all else"

@@ -25,7 +25,7 @@ from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.shelves import ALIGNMENT, MAX_MATCH, NO_TEXT, Shelving, Text, aligned, lay_out
 from slipstream.engine.packing import DraftSizes
 from slipstream.engine.sequences import Seat
-from slipstream.engine.state import StepState
+from slipstream.engine.state import StepState, patch
 from slipstream.engine.strategy import Feeding, Strategy
 from slipstream.engine.trees import KeptPath
 from slipstream.models.cached import KVPages, PackedRows
@@ -268,8 +268,9 @@ class HistoryDrafter:
         if not lines:
             return
         width = min(widths.START_WIDTH, self.max_drafts)
-        numbers = self._to_device(torch.tensor([(*line, width, 0, 0) for line in lines], dtype=torch.int32))
-        self._block.index_copy_(1, numbers[:, 0].long(), numbers[:, 1:].T)
+        numbers = np.array([(*line, width, 0, 0) for line in lines])
+        places = numbers[:, :1] + self._block.shape[1] * np.arange(len(self._block))
+        patch(self._block.view(-1), places.ravel(), numbers[:, 1:].ravel())
 
     def forget(self, uid: str) -> None:
         group = self._groups.pop(uid)

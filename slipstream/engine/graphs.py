@@ -2,15 +2,17 @@
 
 Steps with prompts come in many sizes, most of which are met once: these run eagerly the first time, which takes as long
 as a capture. So does the first step of each kind, since what is allocated once must not be allocated by a graph.
-Which sizes steps run in is decided in `fitting.py`. All graphs share one memory pool, so the largest decides what they
-take. Past the budget, new sizes go on eagerly, and a warning says so.
+Which sizes steps run in is decided in `fitting.py`. All graphs share one memory pool, which grows in place, so the
+largest decides what they take. Past the budget, new sizes go on eagerly, and a warning says so.
 """
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -87,7 +89,7 @@ class GraphPool:
         reserved = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), growing_in_place():
             graph.capture_begin(pool=self._memory, capture_error_mode="relaxed")
             try:
                 body()
@@ -97,3 +99,19 @@ class GraphPool:
         self._graphs[size] = graph
         self._fitting.add(size)
         return graph
+
+
+@contextmanager
+def growing_in_place() -> Iterator[None]:
+    """Memory that is allocated here is added to the end of what there is. Otherwise a graph that is larger than those
+    before would take all its memory anew, since what they leave it is too small in each place. For all other memory
+    whoever runs this decides: who has written it in the environment, for this too."""
+    settings = "".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if "expandable_segments" in settings:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")

@@ -126,18 +126,7 @@ class StepState:
             places.append(np.fromiter(writes.keys(), np.int64, len(writes)))
             values.append(np.fromiter(writes.values(), np.int64, len(writes)))
         if places:
-            self._patch(np.concatenate(places), np.concatenate(values))
-
-    def _patch(self, places: NDArray[np.int64], values: NDArray[np.int64]) -> None:
-        """Of a value the low 32 bits count, which may be those of an unsigned number. All in one copy: with sequences
-        of many lengths there is a patch in nearly every step, and its launches are what it takes."""
-        cut = places.nbytes
-        patch = torch.empty(cut + 4 * len(values), dtype=torch.uint8, pin_memory=self._block.is_cuda)
-        written = patch.numpy()
-        written[:cut].view(np.int64)[:] = places
-        written[cut:].view(np.int32)[:] = values
-        patch = patch.to(self._block.device, non_blocking=True)
-        self._block.index_copy_(0, patch[:cut].view(torch.int64), patch[cut:].view(torch.int32))
+            patch(self._block, np.concatenate(places), np.concatenate(values))
 
     def _place(self, name: str, slot: int, index: int = 0) -> int:
         start, width = self._layout[name]
@@ -160,6 +149,19 @@ class StepState:
         stops = request.sampling.stop_token_ids
         padded = (*stops, *[NO_TOKEN] * (MAX_STOP_TOKENS - len(stops)))
         return writes | {self._place("stops", seat.slot, i): token for i, token in enumerate(padded)}
+
+
+def patch(block: Tensor, places: NDArray[np.int64], values: NDArray[np.int64]) -> None:
+    """Write into a block of 32-bit numbers, without waiting for the device. Of a value the low 32 bits count, which may
+    be those of an unsigned number. All in one copy: with sequences of many lengths there is a patch in nearly every
+    step, and its launches are what it takes."""
+    cut = places.nbytes
+    packed = torch.empty(cut + 4 * len(values), dtype=torch.uint8, pin_memory=block.is_cuda)
+    written = packed.numpy()
+    written[:cut].view(np.int64)[:] = places
+    written[cut:].view(np.int32)[:] = values
+    packed = packed.to(block.device, non_blocking=True)
+    block.index_copy_(0, packed[:cut].view(torch.int64), packed[cut:].view(torch.int32))
 
 
 @lru_cache

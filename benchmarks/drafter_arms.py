@@ -37,12 +37,12 @@ from slipstream.config import load_config
 from slipstream.draft.eagle import build_draft
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.learned import ModelGuesser
-from slipstream.draft.selector import MIXED_STRATEGIES, MODEL_STRATEGIES, TREE_ROWS, Selector, size_of
+from slipstream.draft.selector import MIXED_STRATEGIES, MODEL_STRATEGIES, TREE_ROWS, Selector
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
 from slipstream.engine.engine import Engine
 from slipstream.engine.sequences import StepPlan
-from slipstream.engine.strategy import Always, DraftPolicy, StepDrafts, StepResult, Strategy
+from slipstream.engine.strategy import Always, DraftPolicy, StepDrafts, StepResult, Strategy, size_of
 from slipstream.history.format import FILE_NAME
 from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_tokenizer

@@ -165,5 +165,7 @@ class EngineFacts:
     num_graphs: int
     graph_bytes: int
     graph_s: float
-    """Spent on making CUDA graphs, and on steps that had none yet."""
+    """That the device had nothing to do, because a CUDA graph was made, or a step had none yet."""
+    num_unread: int
+    """Steps launched and not yet read."""
     paused: bool

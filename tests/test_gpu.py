@@ -275,7 +275,7 @@ def test_graphs_of_growing_sizes_take_what_the_largest_takes() -> None:
 
     def body(number: int) -> None:
         whole = torch.full((sizes[number],), float(number), device="cuda")
-        kept[number] = (whole + 1).sum() / sizes[number]
+        kept[number] = (whole + 1)[-1]
 
     for number, size in enumerate(sizes):
         launch = Launch(None, StepSizes(size, 1, size, with_drafts=False, with_cuts=False))

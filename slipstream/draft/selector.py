@@ -31,7 +31,7 @@ from slipstream.draft.bucket import (
     Seen,
     tokens_at_best,
 )
-from slipstream.engine.strategy import MATCHING, OFF, Feeding, StepResult, Strategy
+from slipstream.engine.strategy import MATCHING, OFF, Feeding, StepResult, Strategy, size_of
 
 FIRST_TRIAL, FIRST_TRIAL_ROWS = 6, 64
 """Steps in a row that count at the first trial of a way."""
@@ -404,8 +404,3 @@ def _trial_length(batch: int) -> int:
 
 def _between_trials(batch: int) -> int:
     return BETWEEN_TRIALS * _trial_length(batch)
-
-
-def size_of(batch: int) -> int:
-    """The most sequences that are judged together with so many."""
-    return 1 << (max(1, batch) - 1).bit_length()

@@ -24,6 +24,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 
+import numpy as np
+
 from slipstream.engine.pages import PagePool
 from slipstream.engine.sequences import Group, Ints, PartialRollout, Report, Running, Seat, StepPlan
 from slipstream.engine.slots import MAX_STOP_TOKENS, Shares, SlotTable
@@ -195,6 +197,13 @@ class Batcher:
             num_drafts=num_drafts,
             with_cuts=bool(self._table["cuts_tail"][samplers.slot_R].any()),
         )
+
+    def has_pages_for(self, num_tokens: int) -> bool:
+        """Whether all who are here could have so many more without anybody giving up pages."""
+        slots, table = self._table.in_turn, self._table
+        keys = np.minimum(table["launched"][slots] + table["hoped"][slots] + num_tokens, table["max_keys"][slots])
+        short = np.maximum(keys - table["paged"][slots], 0)
+        return int((-(-short // self.page_tokens)).sum()) <= self.pool.num_free
 
     def commit(self, plan: StepPlan, report: Report, version: int) -> list[Rollout]:
         """Take in what slots sampled; give back what has ended."""

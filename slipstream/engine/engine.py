@@ -12,6 +12,7 @@ and longer ones never planned; on a GPU by the settings of `models/precision.py`
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,11 +23,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from slipstream.engine.ahead import Ahead
 from slipstream.engine.batcher import Batcher
 from slipstream.engine.drafting import Drafter
 from slipstream.engine.fitting import coarsely, fitted, padded
 from slipstream.engine.graphs import GraphPool
-from slipstream.engine.packing import DraftSizes, Launch, StepSizes
+from slipstream.engine.packing import Launch, launches_of, padded_launches_of
 from slipstream.engine.pages import PagePool, copy_rounds
 from slipstream.engine.sequences import PartialRollout, Report, StepPlan
 from slipstream.engine.slots import read_report
@@ -123,8 +125,8 @@ class Engine:
         self._last_done: torch.cuda.Event | float | None = None
         """When the step before the next one to be read was done, if nothing came between."""
         self._min_rows = 1 if self.fusion is not None and self.fusion.any_height else MIN_STEP_TOKENS
-        self._graphs = GraphPool(GRAPH_BYTES) if on_gpu and graphs else None
-        self._steps_ahead = (GPU_STEPS_AHEAD if on_gpu else 0) if steps_ahead is None else steps_ahead
+        self._graphs = GraphPool(GRAPH_BYTES, self._is_busy) if on_gpu and graphs else None
+        self._ahead = Ahead((GPU_STEPS_AHEAD if on_gpu else 0) if steps_ahead is None else steps_ahead)
         self._unread: deque[Launched] = deque()
         self._ready: list[Rollout] = []
         self._version = WeightVersion(0, fingerprint(model))
@@ -159,7 +161,7 @@ class Engine:
                 self._forget_launched(plan)
                 raise
             # On a GPU earlier steps are read while this one waits or runs; nothing to run means all must be read.
-            while len(self._unread) > (self._steps_ahead if plan.num_tokens else 0):
+            while len(self._unread) > (self._ahead.num_steps if plan.num_tokens else 0):
                 self._read(self._unread.popleft())
             seconds = time.perf_counter() - started
             self._forward_s += seconds
@@ -221,6 +223,7 @@ class Engine:
         self._pages.clear()
         if self._graphs is not None:
             self._graphs.clear()
+            self._ahead.clear()
         if weights and self._storage_bytes is None:
             if self.fusion is not None:
                 self.fusion.release()
@@ -263,13 +266,18 @@ class Engine:
             kv_bytes=self._pages.num_bytes,
             num_graphs=len(self._graphs) if self._graphs is not None else 0,
             graph_bytes=self._graphs.num_bytes if self._graphs is not None else 0,
-            graph_s=self._making_s,
+            graph_s=self._stalled_s,
+            num_unread=len(self._unread),
             paused=self._paused,
         )
 
     @property
     def _making_s(self) -> float:
         return self._graphs.making_s if self._graphs is not None else 0.0
+
+    @property
+    def _stalled_s(self) -> float:
+        return self._graphs.stalled_s if self._graphs is not None else 0.0
 
     def take_draft_counts(self) -> DraftCounts:
         """What came of drafts since this was last asked."""
@@ -287,12 +295,17 @@ class Engine:
 
     def _decide_drafts(self) -> StepDrafts:
         batch, is_matching = max(1, self._batcher.num_running), self._are_matching
-        strategy = OFF if self.policy is None else self.policy.choose(batch, is_matching)
+        policy = self.policy
+        chosen, best = (policy.choose(batch, is_matching), policy.best(batch, is_matching)) if policy else (OFF, OFF)
+        num_tokens = self._ahead.enough * math.ceil(1 + best.drafts_each)
+        has_room = partial(self._batcher.has_pages_for, num_tokens) if self._graphs is not None else (lambda: False)
+        self._ahead.begin_step(len(self._unread), has_room)
+        strategy = self._ahead.way(batch, chosen, best)
         if strategy.depth:
             self._feeding = Feeding.ALL
-        elif self.policy is not None and not is_matching:
+        elif policy is not None and not is_matching:
             # Who was asked before a stretch of repeated text is asked after it, which may be any moment.
-            self._feeding = self.policy.feed(batch)
+            self._feeding = policy.feed(batch)
         return StepDrafts(batch, is_matching, strategy, self._demand.room(strategy, batch), self._feeding)
 
     def _launch(self, plan: StepPlan, drafts: StepDrafts) -> None:
@@ -308,10 +321,10 @@ class Engine:
             self.drafter.tune(drafts.strategy)
         if not plan.num_tokens:
             return
-        made_s = self._making_s
+        stalled_s = self._stalled_s
         was_prepared = self._run_step(plan, drafts)
-        if self.policy is not None and plan.num_drafts and self._making_s > made_s:
-            self.policy.observe_preparing(drafts.batch, self._making_s - made_s, drafts.is_matching)
+        if self.policy is not None and plan.num_drafts and self._stalled_s > stalled_s:
+            self.policy.observe_preparing(drafts.batch, self._stalled_s - stalled_s, drafts.is_matching)
         self._unread.append(self._request_report(plan, drafts, was_prepared))
         self._num_forwards += 1
         self._prefill_tokens += plan.num_prefilled
@@ -321,10 +334,15 @@ class Engine:
         launches = self._launches(plan, drafts, padded)
         if self._graphs is not None:
             launches = self._graphs.fit(launches, partial(self._launches, plan, drafts, coarsely))
+            larger = self._graphs.meanwhile(launches)
+            if larger is not None and not self._graphs.is_spent and self._ahead.can_wait:
+                self._ahead.wait()
+            if larger is not None and (self._graphs.is_spent or self._ahead.is_waiting):
+                launches = larger
         if len(launches) > 1:
             self._state.set_limits(self._limits(launches[-1]))
         are_prepared = [self._run(launch) for launch in launches]
-        return all(are_prepared)
+        return all(are_prepared) and not self._ahead.is_waiting
 
     def _run(self, launch: Launch) -> bool:
         """By its graph, if there is one; whether it took as long as it will."""
@@ -344,38 +362,19 @@ class Engine:
         if launch.step is not None:
             run_step(self.model, self._pages, self._state, launch.step, self.drafter)
 
+    def _is_busy(self) -> bool:
+        """Whether a GPU still has steps to run."""
+        return bool(self._unread) and not self._unread[-1].done.query()  # type: ignore[union-attr]
+
     def _limits(self, launch: Launch) -> Tensor:
         """What drafts of it have room in: the step it goes with, or, if it is launched apart, the one to come."""
         step = launch.step
         return self._state.limits if step is None else self._state.limits_of(step.num_tokens, step.num_samples)
 
     def _launches(self, plan: StepPlan, drafts: StepDrafts, pad: Callable[[int], int]) -> list[Launch]:
-        """What a learned drafter does has a graph of its own, which steps of all sizes share; what is quickly found is
-        part of the step's, since a second launch takes the host longer than that."""
-        num_tokens, num_rows, num_samples = plan.num_tokens, plan.num_rows, len(plan.samplers) + plan.num_drafts
-        strategy = drafts.strategy
-        # Prompts beside trees would be computed a token at a time.
-        branches = strategy.branches if plan.num_drafts and not plan.num_prefilled else 1
         if self.device.type == "cpu":
-            num_tokens, num_samples = max(num_tokens, self._min_rows), max(num_samples, self._min_rows)
-            num_askers = num_rows
-        else:
-            num_tokens, num_askers = pad(num_tokens), min(pad(max(1, num_rows)), self._state.num_slots)
-            num_rows = min(num_tokens, self._state.num_slots)
-            num_samples = min(num_tokens, pad(max(1, num_samples)))
-        step = StepSizes(
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            num_samples=num_samples,
-            with_drafts=plan.num_drafts > 0,
-            with_cuts=plan.with_cuts,
-            tree_depth=strategy.depth if branches > 1 else 0,
-            feeding=drafts.feeding,
-        )
-        if not plan.num_drafts:
-            return [Launch(None, step)]
-        drafting = DraftSizes(num_askers, strategy.depth, branches, strategy.min_match > 0)
-        return [Launch(drafting, None), Launch(None, step)] if strategy.depth else [Launch(drafting, step)]
+            return launches_of(plan, drafts, min_tokens=self._min_rows)
+        return padded_launches_of(plan, drafts, pad, self._state.num_slots)
 
     def _tell_policy(self, launched: Launched, report: Report) -> None:
         """How long the step took, if it only decoded, needed no preparation and came right after another.
@@ -383,16 +382,16 @@ class Engine:
         Sequences that had ended in a step launched earlier ran for nothing: they say nothing of what drafts give."""
         before, self._last_done = self._last_done, launched.done
         plan = launched.plan
-        if self.policy is None or before is None or not launched.was_prepared or plan.num_prefilled:
-            return
-        if not report.num_rows:
+        if before is None or not launched.was_prepared or plan.num_prefilled or not report.num_rows:
             return
         if isinstance(launched.done, torch.cuda.Event):
             seconds = before.elapsed_time(launched.done) / 1e3  # type: ignore[union-attr]
         else:
             seconds = launched.done - before  # type: ignore[operator]
-        had_room = plan.num_drafts > 0
-        self.policy.observe(result_of(launched.drafts, len(plan.samplers), report, seconds, had_room=had_room))
+        self._ahead.observe(seconds)
+        if self.policy is not None:
+            had_room = plan.num_drafts > 0
+            self.policy.observe(result_of(launched.drafts, len(plan.samplers), report, seconds, had_room=had_room))
 
     def _withdraw(self, uid: str) -> PartialRollout:
         partial = self._batcher.withdraw(uid)

@@ -49,6 +49,11 @@ class Fitting(Generic[SizeT]):
             self._larger[size] = min(fits, key=lambda one: one.room) if fits else coarser
         return self._larger[size]
 
+    def larger(self, size: SizeT) -> SizeT | None:
+        """What it can run in at all, if there is anything, however much is padding."""
+        fits = [one for one in self._ready if one.kind == size.kind and _holds(one, size)]
+        return min(fits, key=lambda one: one.room, default=None)
+
     def add(self, size: SizeT) -> None:
         """It has a graph now."""
         self._ready.add(size)
@@ -58,6 +63,10 @@ class Fitting(Generic[SizeT]):
         """All graphs are gone; how often sizes were asked for still says which are worth one."""
         self._ready.clear()
         self._larger.clear()
+
+
+def _holds(size: Size, needed: Size) -> bool:
+    return all(room >= need for room, need in zip(size.room, needed.room, strict=True))
 
 
 def has_room(size: Size, needed: Size) -> bool:

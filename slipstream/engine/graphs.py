@@ -1,7 +1,8 @@
 """CUDA graphs of the step, one for each size, captured when a step is first to run in it.
 
 Steps with prompts come in many sizes, most of which are met once: these run eagerly the first time, which takes as long
-as a capture. So does the first step of each kind, since what is allocated once must not be allocated by a graph.
+as a capture. So does the first step of each kind, before its capture, since what is allocated once must not be
+allocated by a graph.
 Which sizes steps run in is decided in `fitting.py`. All graphs share one memory pool, which grows in place, so the
 largest decides what they take. Past the budget, new sizes go on eagerly, and a warning says so.
 """
@@ -25,12 +26,16 @@ updates beside it, which have 0. Torch has no lower one."""
 
 
 class GraphPool:
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, is_busy: Callable[[], bool] = lambda: False) -> None:
+        """`is_busy`: whether the device still has work from before."""
         self.budget_bytes = budget_bytes
+        self._is_busy = is_busy
         self.num_bytes = 0
         self.making_s = 0.0
         """Spent on capturing, and on eager runs of sizes that have no graph yet."""
-        self._spent = False
+        self.stalled_s = 0.0
+        """Of these, by when the device had nothing left to do."""
+        self._has_warned = False
         self._met: set[Launch] = set()
         self._graphs: dict[Launch, torch.cuda.CUDAGraph] = {}
         self._fitting = Fitting[Launch]()
@@ -46,6 +51,20 @@ class GraphPool:
             return launches
         return [self._fitting.choose(*pair) for pair in zip(launches, coarser(), strict=True)]
 
+    def meanwhile(self, launches: list[Launch]) -> list[Launch] | None:
+        """While there is no graph for some of these: larger sizes that have one. None if there are none, or if all
+        of these have theirs; if prompts are among them, of which all sizes cost what they run."""
+        if all(launch in self._graphs for launch in launches) or any(launch.has_prompts for launch in launches):
+            return None
+        larger = (self._fitting.larger(launch) or self._fitting.larger(launch.feeding_more) for launch in launches)
+        found = [launch for launch in larger if launch is not None]
+        return found if len(found) == len(launches) else None
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether there will be no further graph."""
+        return self.num_bytes >= self.budget_bytes
+
     def run(self, size: Launch, body: Callable[[], None]) -> None:
         """Do what `body` does, which must launch the same kernels on the same memory every time for this size."""
         graph = self._graphs.get(size)
@@ -53,26 +72,29 @@ class GraphPool:
             graph.replay()
             return
         started = time.perf_counter()
-        is_worth_it = size in self._met or (
-            not size.has_prompts and any(other.kind == size.kind for other in self._met)
-        )
-        if is_worth_it and self.num_bytes < self.budget_bytes:
-            self._capture(size, body).replay()
-        else:
-            if is_worth_it and not self._spent:
-                self._spent = True
-                warnings.warn(
-                    f"{len(self)} CUDA graphs take {self.num_bytes / 1e9:.1f} GB, all they may: steps of other sizes "
-                    "run without one, several times slower (fewer engine.max_sequences need fewer graphs)",
-                    stacklevel=2,
-                )
-            self._met.add(size)
+        is_worth_it = size in self._met or not size.has_prompts
+        must_run_first = not any(other.kind == size.kind for other in self._met)
+        self._met.add(size)
+        if must_run_first or not is_worth_it or self.is_spent:
             body()
-        self.making_s += time.perf_counter() - started
+        if is_worth_it and not self.is_spent:
+            graph = self._capture(size, body)
+            if not must_run_first:
+                graph.replay()
+        elif is_worth_it and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{len(self)} CUDA graphs take {self.num_bytes / 1e9:.1f} GB, all they may: steps of other sizes "
+                "run without one, several times slower (fewer engine.max_sequences need fewer graphs)",
+                stacklevel=2,
+            )
+        took_s = time.perf_counter() - started
+        self.making_s += took_s
+        self.stalled_s += 0.0 if self._is_busy() else took_s
 
     def is_prepared(self, size: Launch) -> bool:
         """Whether a step in this size takes as long as the next one in this size will."""
-        return size in self._graphs or (size in self._met and self.num_bytes >= self.budget_bytes)
+        return size in self._graphs or (size in self._met and self.is_spent)
 
     def clear(self) -> None:
         """Forget every graph, because memory it reads or writes goes away."""

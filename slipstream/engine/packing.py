@@ -7,15 +7,16 @@ Axes: T packed tokens (padded), R rows (padded), N samples (padded), S slots.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from slipstream.engine.sampling import SamplingRows
+from slipstream.engine.sequences import StepPlan
 from slipstream.engine.state import StepState
-from slipstream.engine.strategy import Feeding
+from slipstream.engine.strategy import Feeding, StepDrafts
 from slipstream.models.cached import PackedRows
 from slipstream.rng import MASK32
 
@@ -83,9 +84,53 @@ class Launch:
         return (*(self.drafting.room if self.drafting else ()), *(self.step.room if self.step else ()))
 
     @property
+    def feeding_more(self) -> Launch:
+        """The same, but that a learned drafter gets something where nothing would do."""
+        if self.step is None or self.step.feeding != Feeding.NOTHING:
+            return self
+        return replace(self, step=replace(self.step, feeding=Feeding.KEYS))
+
+    @property
     def has_prompts(self) -> bool:
         """Whether tokens run that nothing is sampled after."""
         return self.step is not None and self.step.num_tokens > self.step.num_samples
+
+
+def launches_of(plan: StepPlan, drafts: StepDrafts, *, min_tokens: int) -> list[Launch]:
+    """Of a step in the size it has, but for `min_tokens`."""
+    num_samples = len(plan.samplers) + plan.num_drafts
+    sizes = max(plan.num_tokens, min_tokens), plan.num_rows, max(num_samples, min_tokens)
+    return _launches(plan, drafts, *sizes, num_askers=plan.num_rows)
+
+
+def padded_launches_of(plan: StepPlan, drafts: StepDrafts, pad: Callable[[int], int], num_slots: int) -> list[Launch]:
+    """Of a step in one of the sizes that `pad` gives."""
+    num_tokens, num_askers = pad(plan.num_tokens), min(pad(max(1, plan.num_rows)), num_slots)
+    num_samples = min(num_tokens, pad(max(1, len(plan.samplers) + plan.num_drafts)))
+    return _launches(plan, drafts, num_tokens, min(num_tokens, num_slots), num_samples, num_askers=num_askers)
+
+
+def _launches(
+    plan: StepPlan, drafts: StepDrafts, num_tokens: int, num_rows: int, num_samples: int, *, num_askers: int
+) -> list[Launch]:
+    """What a learned drafter does has a graph of its own, which steps of all sizes share; what is quickly found is
+    part of the step's, since a second launch takes the host longer than that."""
+    strategy = drafts.strategy
+    # Prompts beside trees would be computed a token at a time.
+    branches = strategy.branches if plan.num_drafts and not plan.num_prefilled else 1
+    step = StepSizes(
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_samples=num_samples,
+        with_drafts=plan.num_drafts > 0,
+        with_cuts=plan.with_cuts,
+        tree_depth=strategy.depth if branches > 1 else 0,
+        feeding=drafts.feeding,
+    )
+    if not plan.num_drafts:
+        return [Launch(None, step)]
+    drafting = DraftSizes(num_askers, strategy.depth, branches, strategy.min_match > 0)
+    return [Launch(drafting, None), Launch(None, step)] if strategy.depth else [Launch(drafting, step)]
 
 
 @dataclass(frozen=True, slots=True)

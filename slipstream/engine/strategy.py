@@ -83,9 +83,17 @@ class StepResult:
     """Of the tokens each, those that a learned drafter had drafted; None: it was not asked."""
 
 
+def size_of(batch: int) -> int:
+    """The most sequences that are judged together with so many."""
+    return 1 << (max(1, batch) - 1).bit_length()
+
+
 class DraftPolicy(Protocol):
     def choose(self, batch: int, is_matching: bool = False) -> Strategy:
         """For a step of so many sequences, which were just found to repeat known texts, or not."""
+
+    def best(self, batch: int, is_matching: bool = False) -> Strategy:
+        """For such a step, while what was chosen is not prepared."""
 
     def feed(self, batch: int) -> Feeding:
         """What a learned drafter gets of a step of so many sequences that does not ask it."""
@@ -107,6 +115,9 @@ class Always:
         self.strategy = strategy
 
     def choose(self, batch: int, is_matching: bool = False) -> Strategy:
+        return self.strategy
+
+    def best(self, batch: int, is_matching: bool = False) -> Strategy:
         return self.strategy
 
     def feed(self, batch: int) -> Feeding:

@@ -73,6 +73,7 @@ class TailTrainer:
         self._last_session = 0
         self._last_s: float | None = None
         """When the last step was over, if it was one of this tail."""
+        self._num_unread = 0
         self._num_done = self._num_unpublished = 0
         self._tail_s = self._slowed = self._free_s = 0.0
         self._num_steps = 0
@@ -81,12 +82,15 @@ class TailTrainer:
         """So many texts of a step were collected."""
         self._tell(LessonsAdded(count))
 
-    def after_step(self, num_running: int, num_waiting: int) -> None:
-        """The engine has taken a step, and has this many sequences left."""
+    def after_step(self, num_running: int, num_waiting: int, num_unread: int = 0) -> None:
+        """The engine has taken a step, and has this many sequences left, and steps launched and not yet read."""
         now_s = self._clock()
+        # Else steps were launched ahead, or caught up with: this call took longer than a step, or shorter.
+        is_even, self._num_unread = num_unread == self._num_unread, num_unread
         if self._last_s is not None:
             self._tail_s += now_s - self._last_s
-            self.throttle.step_took(now_s - self._last_s, beside_update=self._running)
+            if is_even:
+                self.throttle.step_took(now_s - self._last_s, beside_update=self._running)
         self._settle()
         in_tail = num_waiting == 0 and 0 < num_running <= TAIL_SEQUENCES
         if in_tail and not self._lent and self._learner.trains_aside:
@@ -98,7 +102,7 @@ class TailTrainer:
         self._last_s = now_s if self._lent else None
         if self._session is None or self._running or self._num_done >= self._updates:
             return
-        if self._learner.can_start and self.throttle.may_start():
+        if is_even and self._learner.can_start and self.throttle.may_start():
             self.throttle.started()
             self._running = True
             self._learner.start()

@@ -151,7 +151,7 @@ class LocalWorld:
         facts += draft_choices(self._selector)
         if self._learner is not None:
             engine = self._engine.facts()
-            self._learner.tail.after_step(engine.num_running, engine.num_waiting)
+            self._learner.tail.after_step(engine.num_running, engine.num_waiting, engine.num_unread)
         return facts
 
     def _note(self, item: Item) -> None:

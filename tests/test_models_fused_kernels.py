@@ -23,6 +23,7 @@ from slipstream.models import cpu_layers, fused
 from slipstream.models.cached import PackedRows
 from slipstream.models.fused import Heads, Norm
 from slipstream.models.recognise import fuse
+from slipstream.models.rotary import Rotary
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -98,6 +99,7 @@ def test_the_activation_kernel_equals_its_twin(activation: fused.Activation, dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("looks_up", [False, True])
 @pytest.mark.parametrize(
     ("kind", "at_once", "rotary_size", "wide_rotary"),
     [
@@ -111,7 +113,13 @@ def test_the_activation_kernel_equals_its_twin(activation: fused.Activation, dty
     ],
 )
 def test_the_rope_kernel_equals_its_twin(
-    kind: str | None, at_once: bool, rotary_size: int, wide_rotary: bool, dtype: torch.dtype, either: Any
+    kind: str | None,
+    at_once: bool,
+    rotary_size: int,
+    wide_rotary: bool,
+    looks_up: bool,
+    dtype: torch.dtype,
+    either: Any,
 ) -> None:
     skip_unless_served(either, dtype)
     torch.manual_seed(0)
@@ -124,8 +132,15 @@ def test_the_rope_kernel_equals_its_twin(
     qkv = torch.randn(num_tokens, (num_query + 2 * num_key) * size).to(DEVICE, dtype)
     angles = torch.rand(num_tokens, rotary_size, device=DEVICE) * 6
     rotary = (angles.cos(), angles.sin()) if wide_rotary else (angles.cos().to(dtype), angles.sin().to(dtype))
-    given = rotary if rotary_size else None
+    given = Rotary(*rotary) if rotary_size else None
     query, key, value = fused.norm_rope_plainly(qkv, heads, given)
+    if looks_up and given is not None:  # the same rows of a table that has them in another order
+        order = torch.randperm(2 * num_tokens, device=DEVICE)[:num_tokens]
+        tables = [torch.full((2 * num_tokens, rotary_size), 7.0, dtype=x.dtype, device=DEVICE) for x in rotary]
+        for table, x in zip(tables, rotary, strict=True):
+            table[order] = x
+        given = Rotary(tables[0], tables[1], order)
+        assert all(torch.equal(a, b) for a, b in zip(given.of_tokens(), rotary, strict=True))
     keys, values = torch.zeros(2, NUM_PAGES + 1, num_key, PAGE_TOKENS, size, dtype=dtype, device=DEVICE)
     got = either.norm_rope_write(qkv, heads, given, rows, keys, values)
     assert relative_error(got, query) < DTYPES[dtype]

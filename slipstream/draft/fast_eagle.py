@@ -15,6 +15,7 @@ from slipstream.draft.eagle import DraftModel, Eagle3
 from slipstream.models.cached import CachedRows, KVPages, PackedRows
 from slipstream.models.fused import Heads, Norm, kernels_for, norm_rope_plainly, normalise_plainly
 from slipstream.models.products import Product
+from slipstream.models.rotary import Rotary
 
 DRAFT_LAYER = -1
 """Of the pages: where the drafter's keys are."""
@@ -76,7 +77,7 @@ class FastDraft:
         else:
             inputs = join(next_T, self._embeddings_VD, hidden_TD, *self._of_inputs)
         qkv = self._qkv(inputs)
-        rotary = self._cosines[rows.position_T], self._sines[rows.position_T]
+        rotary = Rotary(self._cosines, self._sines, rows.position_T)
         if kernels.norm_rope_write is None:
             query, key, value = norm_rope_plainly(qkv, heads, rotary)
             keys, values = CachedRows(self._pages, rows).write(DRAFT_LAYER, key, value)

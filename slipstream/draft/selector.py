@@ -50,6 +50,9 @@ ASK_AGAIN, ASK_OTHER = 1000, 250
 """Steps after which a model that was hardly ever right is asked again; and one that has other weights since."""
 FED_BEFORE = 32
 """Steps before that in which it is told what was said, after it was told nothing."""
+ASKING, QUIET, LONGEST_QUIET = 1500, 1000, 4000
+"""Steps of any size in which a model may be asked; and then, if it is best for no size, in which it is told nothing and
+not asked, twice as many each time: keeping it up to date costs 2 to 3 % of a step."""
 LEAST_LOSS = 0.25
 """Steps that any trial may lose."""
 OUTDATED = 3
@@ -105,9 +108,10 @@ class Selector:
         *,
         has_price: bool = False,
         preparing: float = PREPARING,
+        has_model: bool = True,
     ) -> None:
         """`has_price`: whether a way has to be prepared before it can be tried, as on a GPU. `preparing`: of the time
-        of steps, how much that may take."""
+        of steps, how much that may take. `has_model`: whether there is one to ask before `note_new_model`."""
         assert strategies[0] == OFF, "what must never be slower than off has to know first how fast off is"
         self.strategies, self._has_price, self._preparing = tuple(strategies), has_price, preparing
         self._buckets: dict[tuple[int, bool], Bucket] = {}
@@ -116,6 +120,9 @@ class Selector:
         """By size: how many were in each of the last steps that asked a model, and how many drafts of it were right."""
         self._model = 0
         """Which model it is that drafts: they are counted."""
+        self._num_steps, self._turned_at, self._quiet = 0, -FED_BEFORE, QUIET
+        self._has_model = self._asks = has_model
+        """Whether a model is told what is said, and may be asked."""
         self.choices: list[Choice] = []
         """Every change of the best way since they were last taken, in order."""
         self._saved_s = 0.0
@@ -131,6 +138,8 @@ class Selector:
         """What a learned drafter gets of a step of so many sequences that does not ask it: nothing while it is of no
         use, but for a while before it is asked again, so that it knows what was said last."""
         bucket = self._bucket(batch)
+        if not self._asks:
+            return Feeding.NOTHING
         if not bucket.has_no_use_for_model or (bucket.contender is not None and bucket.contender.depth):
             return Feeding.KEYS
         wait = max(self._wait_to_ask(bucket), _between_trials(batch) - bucket.since_trial)
@@ -139,7 +148,8 @@ class Selector:
     def _consider_trial(self, bucket: Bucket, batch: int) -> None:
         had_no_use = bucket.has_no_use_for_model
         # A model that was told nothing is first told what is said, until the next look.
-        untried = [way for way in bucket.look_again() if not (had_no_use and way.depth)]
+        may_ask = self._asks and self._num_steps - self._turned_at >= FED_BEFORE
+        untried = [way for way in bucket.look_again() if not way.depth or (may_ask and not had_no_use)]
         # Steps in stretches have the sizes of those outside, whose graphs are there.
         prepared = self._bucket(bucket.size).costs if bucket.is_matching else {}
         ready = [way for way in untried if way in prepared]
@@ -149,7 +159,8 @@ class Selector:
                 bucket.trial = self._likeliest(bucket, ready or untried) if bucket.costs else OFF
                 bucket.trial_length = max(FIRST_TRIAL, FIRST_TRIAL_ROWS // batch)
             return
-        others = [way for way in bucket.costs if way != bucket.best and way not in bucket.beaten]
+        known = bucket.costs.keys() - bucket.beaten - {bucket.best}
+        others = [way for way in bucket.costs if way in known and (may_ask or not way.depth)]
         length, between = _trial_length(batch), _between_trials(batch)
         promising = max(others, key=bucket.gain, default=bucket.best)
         if bucket.since_trial and bucket.gain(promising) > CLEARLY:
@@ -164,7 +175,7 @@ class Selector:
         if bucket.since_trial < between:
             return
         beaten = bucket.beaten & bucket.costs.keys()
-        if beaten and not bucket.is_matching and self._wait_to_ask(bucket) <= 0:
+        if may_ask and beaten and not bucket.is_matching and self._wait_to_ask(bucket) <= 0:
             bucket.trial = max(beaten, key=bucket.gain)
             bucket.trial_length = length
             return
@@ -193,9 +204,20 @@ class Selector:
         steps = ASK_AGAIN if bucket.asked_model == self._model else ASK_OTHER
         return bucket.asked_at + steps - bucket.num_steps
 
+    def _ask_or_not(self) -> None:
+        """A model that is best for no size of batch is asked at times, so that it costs next to nothing."""
+        if any(bucket.best.depth for bucket in self._buckets.values()):
+            self._asks, self._turned_at, self._quiet = True, self._num_steps - FED_BEFORE, QUIET
+        elif self._has_model and self._num_steps - self._turned_at >= (ASKING if self._asks else self._quiet):
+            self._quiet = self._quiet if self._asks else min(2 * self._quiet, LONGEST_QUIET)
+            self._asks, self._turned_at = not self._asks, self._num_steps
+
     def note_new_model(self) -> None:
         """The learned drafter has other weights from now on."""
         self._model += 1
+        if not self._has_model:
+            self._has_model = self._asks = True
+            self._turned_at = self._num_steps
 
     def _likeliest(self, bucket: Bucket, untried: Sequence[Strategy]) -> Strategy:
         """To be the best: what is best for twice or half as many sequences; else there is an order, from few drafts to
@@ -227,6 +249,9 @@ class Selector:
         if strategy not in bucket.ways:
             return  # chosen for fewer sequences than were then seated
         bucket.ran_s += seconds
+        self._num_steps += 1
+        if self._num_steps % WINDOW == 0:
+            self._ask_or_not()
         if step.of_model is not None and not is_matching:
             if bucket.asked_model != self._model:
                 bucket.of_model.clear()  # another was right or wrong

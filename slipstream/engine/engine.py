@@ -97,6 +97,8 @@ class Engine:
         assert fused or not is_fused(model), "another engine has fused this model: the plain twin needs its own copy"
         self.fusion = fuse(model) if fused else None
         table_pages = -(-max_length // PAGE_TOKENS)
+        if self.fusion is not None:
+            self.fusion.know_positions(table_pages * PAGE_TOKENS)
         pool = PagePool(-(-kv_tokens // PAGE_TOKENS) if kv_tokens else max_sequences * table_pages)
         self._batcher = Batcher(
             pool,

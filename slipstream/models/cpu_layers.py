@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cached import PackedRows
+from slipstream.models.rotary import Rotary
 
 if TYPE_CHECKING:
     from slipstream.models.fused import Heads, Norm
@@ -53,11 +54,11 @@ def add_norm(
 
 
 def norm_rope_write(
-    qkv: Tensor, heads: Heads, rotary: tuple[Tensor, Tensor] | None, rows: PackedRows, keys: Tensor, values: Tensor
+    qkv: Tensor, heads: Heads, rotary: Rotary | None, rows: PackedRows, keys: Tensor, values: Tensor
 ) -> Tensor:
     """The query [T, H, D]; keys and values [P, K, C, D] get their new entries."""
     query = qkv.new_empty(qkv.shape[0], heads.num_query, heads.size)
-    cos, sin = (torch.empty(len(qkv), 0),) * 2 if rotary is None else rotary
+    cos, sin = (torch.empty(len(qkv), 0),) * 2 if rotary is None else rotary.of_tokens()
     kernel: Any = _norm_rope_write_serial if qkv.numel() < SERIAL_NUMBERS else _norm_rope_write_parallel
     kernel(
         _array(qkv).reshape(len(qkv), -1, heads.size),

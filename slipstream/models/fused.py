@@ -22,6 +22,7 @@ from slipstream.models import cpu_layers
 from slipstream.models.attention import AttentionForm, current_attention
 from slipstream.models.cached import CachedRows
 from slipstream.models.products import Product
+from slipstream.models.rotary import Rotary
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -90,15 +91,15 @@ def _normalise_heads(x_THD: Tensor, norm: Norm) -> Tensor:
     return normalise_plainly(x_THD.flatten(1).unflatten(1, (-1, norm.weight.numel())), norm).view_as(x_THD)
 
 
-def norm_rope_plainly(qkv: Tensor, heads: Heads, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [T, H, D], key and value [T, K, D]; `rotary` is cosines and sines [T, R]."""
+def norm_rope_plainly(qkv: Tensor, heads: Heads, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [T, H, D], key and value [T, K, D]."""
     num_query, num_both = heads.num_query, heads.num_query + heads.num_key
     both, value = qkv.unflatten(-1, (-1, heads.size)).tensor_split([num_both], 1)
     if heads.query_norm is not None and heads.key_norm is not None:
         pairs = zip(both.tensor_split([num_query], 1), (heads.query_norm, heads.key_norm), strict=True)
         both = torch.cat([_normalise_heads(part, norm) for part, norm in pairs], 1)
     if rotary is not None:
-        cos, sin = (tensor.unsqueeze(1) for tensor in rotary)
+        cos, sin = (tensor.unsqueeze(1) for tensor in rotary.of_tokens())
         turned, kept = both.tensor_split([cos.shape[-1]], -1)
         low, high = turned.chunk(2, -1)
         turned = (turned * cos + torch.cat((-high, low), -1) * sin).to(qkv.dtype)
@@ -169,7 +170,7 @@ class FusedLayer:
         if attention_mask is not None:
             raise ValueError("a fused model was given an attention mask, which the engine cannot serve")
         kernels, scale, x_TN = kernels_for(hidden_states), self.residual_scale, hidden_states[0]
-        rotary = (position_embeddings[0][0], position_embeddings[1][0]) if self.uses_rope else None
+        rotary = _rotary(position_embeddings) if self.uses_rope else None
         normed_TN = self.handover.take(hidden_states, self.before_attention)
         delta_TN = self.output(self._attend(self.qkv(normed_TN), rotary))
         x_TN, normed_TN = kernels.add_norm(x_TN, delta_TN, self.after_attention, scale, self.before_mlp)
@@ -178,7 +179,7 @@ class FusedLayer:
         x_TN, normed_TN = kernels.add_norm(x_TN, delta_TN, self.after_mlp, scale, self.next_norm)
         return self.handover.give(x_TN.unsqueeze(0), self.next_norm, normed_TN)
 
-    def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _attend(self, qkv: Tensor, rotary: Rotary | None) -> Tensor:
         attention = current_attention()
         write = kernels_for(qkv).norm_rope_write
         if isinstance(attention, CachedRows) and write is not None:
@@ -190,6 +191,13 @@ class FusedLayer:
             return attention.read(query, keys, values, self.form).flatten(1)
         query, key, value = norm_rope_plainly(qkv, self.heads, rotary)
         return attention.attend(self.layer, query, key, value, self.form).flatten(1)
+
+
+def _rotary(position_embeddings: Any) -> Rotary:
+    """As Hugging Face has them, or from a table."""
+    if isinstance(position_embeddings, Rotary):
+        return position_embeddings
+    return Rotary(position_embeddings[0][0], position_embeddings[1][0])
 
 
 def fused_norm(norm: Norm, handover: Handover, hidden_states: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Recognition is strict: a family is in FAMILIES because its arithmetic was read and `tests/test_models_fused.py`
 compares it; every submodule must be known. What is not recognised stays as it is, and `fuse` says why.
-Rotary cosines and sines come from Hugging Face, whatever their scaling.
+Rotary cosines and sines come from Hugging Face, whatever their scaling (`rotary.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from slipstream.models.attention import ATTENTION_NAME, AttentionForm
 from slipstream.models.fused import Activation, FusedLayer, Handover, Heads, Norm, fused_norm
 from slipstream.models.products import Product
+from slipstream.models.rotary import RotaryTables
 from slipstream.models.weights import after_writing
 
 
@@ -85,12 +86,19 @@ class Fusion:
     products: tuple[Product, ...] = ()
     """All that are ours: those of fused layers, and the head if all layers are fused."""
     has_head: bool = False
+    rotary: RotaryTables | None = None
+    """If all layers are fused."""
 
     @property
     def any_height(self) -> bool:
         """Every product of the model is packed, so a row has the same bits in a step of any height."""
         whole = self.has_head and len(self.fused) == self.num_layers
         return whole and all(product.is_packed for product in self.products)
+
+    def know_positions(self, count: int) -> None:
+        """All below this, for rows of pages: what their rotary embedding is will be looked up."""
+        if self.rotary is not None:
+            self.rotary.know(count)
 
     def refresh(self) -> None:
         """The weights were written."""
@@ -151,7 +159,17 @@ def _fuse(model: PreTrainedModel) -> Fusion:
     if fuses_head:
         products.append(Product([head]))
         head.forward = products[-1]
-    return Fusion(len(layers), tuple(fused), tuple(families), tuple(reasons), tuple(products), fuses_head)
+    rotary = _tabled_rotary(body) if len(fused) == len(layers) else None
+    return Fusion(len(layers), tuple(fused), tuple(families), tuple(reasons), tuple(products), fuses_head, rotary)
+
+
+def _tabled_rotary(body: Any) -> RotaryTables | None:
+    module = getattr(body, "rotary_emb", None)
+    if not isinstance(module, nn.Module):
+        return None
+    tables = RotaryTables(module)
+    module.forward = tables  # type: ignore[assignment]
+    return tables
 
 
 def _join_last_norm(module: Any, last: FusedLayer) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipstream.models.cached import PackedRows
 from slipstream.models.launching import await_inputs, overlap
+from slipstream.models.rotary import Rotary
 
 if TYPE_CHECKING:
     from slipstream.models.fused import Activation, Heads, Norm
@@ -159,11 +160,11 @@ def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
 
 @triton.jit
 def _norm_rope_write(
-    qkv_ptr, query_ptr, keys_ptr, values_ptr, query_weight_ptr, key_weight_ptr, cos_ptr, sin_ptr,
+    qkv_ptr, query_ptr, keys_ptr, values_ptr, query_weight_ptr, key_weight_ptr, cos_ptr, sin_ptr, position_ptr,
     slot_ptr, place_ptr, table_ptr, table_stride,
     EPS: tl.constexpr, NORMS: tl.constexpr, AT_ONCE: tl.constexpr, ROUNDS_FIRST: tl.constexpr, PLUS_ONE: tl.constexpr,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, LOOKS_UP: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program takes BLOCK_HEADS query, key or value heads of one token: the tiles of queries first, values last."""
     await_inputs(OVERLAPS)
@@ -206,8 +207,9 @@ def _norm_rope_write(
     if R > 0:
         # Rounded where torch rounds: after each product if the cosines are as narrow as the queries.
         rotary_dtype = cos_ptr.dtype.element_ty
-        cos = tl.load(cos_ptr + token * R + dim, turned, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + token * R + dim, turned, other=0.0).to(tl.float32)
+        turn = tl.load(position_ptr + token).to(tl.int64) if LOOKS_UP else token
+        cos = tl.load(cos_ptr + turn * R + dim, turned, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + turn * R + dim, turned, other=0.0).to(tl.float32)
         other = tl.where(dim < R // 2, -other, other)
         x = (x * cos).to(rotary_dtype).to(tl.float32) + (other * sin).to(rotary_dtype).to(tl.float32)
     x = x.to(dtype)
@@ -222,7 +224,7 @@ def _norm_rope_write(
 
 
 def norm_rope_write(
-    qkv: Tensor, heads: Heads, rotary: tuple[Tensor, Tensor] | None, rows: PackedRows, keys: Tensor, values: Tensor
+    qkv: Tensor, heads: Heads, rotary: Rotary | None, rows: PackedRows, keys: Tensor, values: Tensor
 ) -> Tensor:
     """The query [T, H, D]; keys and values [P, K, C, D] get their new entries."""
     num_tokens, (num_query, num_key, size) = qkv.shape[0], (heads.num_query, heads.num_key, heads.size)
@@ -230,7 +232,8 @@ def norm_rope_write(
         assert pages.is_contiguous() and pages.shape[1::2] == (num_key, size)
     assert qkv.is_contiguous() and rows.table_SW.stride(1) == 1
     assert rows.slot_T.stride(0) == rows.place_T.stride(0) == 1
-    cos, sin = (qkv, qkv) if rotary is None else (tensor.contiguous() for tensor in rotary)
+    cos, sin = (qkv, qkv) if rotary is None else (rotary.cosines.contiguous(), rotary.sines.contiguous())
+    position_T = None if rotary is None else rotary.position_T
     assert cos.dtype in (qkv.dtype, torch.float32)
     query = qkv.new_empty(num_tokens, num_query, size)
     norm, key_norm = heads.query_norm, heads.key_norm
@@ -249,6 +252,7 @@ def norm_rope_write(
         qkv if key_norm is None else key_norm.weight,
         cos,
         sin,
+        rows.place_T if position_T is None else position_T,
         rows.slot_T,
         rows.place_T,
         rows.table_SW,
@@ -262,6 +266,7 @@ def norm_rope_write(
         K=num_key,
         D=size,
         R=0 if rotary is None else cos.shape[-1],
+        LOOKS_UP=position_T is not None,
         PAGE_TOKENS=keys.shape[2],
         BLOCK_HEADS=block_heads,
         BLOCK_D=block_d,

@@ -75,7 +75,7 @@ def build_selector(config: Config, device: torch.device) -> Selector:
     ways = [way for way in STRATEGIES[config.draft.source] if way.depth <= most]
     # With twice as many drafts as a sequence may have, a chain is the one before it once more.
     ways = [way for way in ways if way.branches > 1 or way.drafts_each < 2 * most]
-    return Selector(ways, has_price=device.type == "cuda")
+    return Selector(ways, has_price=device.type == "cuda", has_model=False)
 
 
 def draft_choices(selector: Selector) -> tuple[DraftChosen, ...]:

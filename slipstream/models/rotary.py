@@ -46,10 +46,12 @@ class RotaryTables:
         """Another engine's CUDA graphs may read them."""
 
     def know(self, num_positions: int) -> None:
-        """All positions below this, from now on."""
+        """All positions below this, from now on. A table is made in the first forward that asks for it, which no CUDA
+        graph is captured of, or here."""
         if num_positions > self._num_positions:
             self._outgrown.append(self._tables)
-            self._num_positions, self._tables = num_positions, {}
+            self._num_positions = num_positions
+            self._tables = {key: self._table(*key) for key in self._tables}
 
     def __call__(self, hidden_states: Tensor, position_ids: Tensor, *which: Any) -> Rotary | tuple[Tensor, Tensor]:
         """`which`: of several in one model."""
@@ -58,7 +60,11 @@ class RotaryTables:
             return given
         key = hidden_states.dtype, hidden_states.device, *which
         if key not in self._tables:
-            positions = torch.arange(self._num_positions, device=hidden_states.device)
-            cosines, sines = self._compute(hidden_states, positions.unsqueeze(0), *which)
-            self._tables[key] = cosines[0].contiguous(), sines[0].contiguous()
+            self._tables[key] = self._table(*key)
         return Rotary(*self._tables[key], position_ids[0])
+
+    def _table(self, dtype: torch.dtype, device: torch.device, *which: Any) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(self._num_positions, device=device)
+        like = torch.empty(1, 1, 1, dtype=dtype, device=device)  # the module looks at nothing else of hidden states
+        cosines, sines = self._compute(like, positions.unsqueeze(0), *which)
+        return cosines[0].contiguous(), sines[0].contiguous()

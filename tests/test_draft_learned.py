@@ -152,7 +152,7 @@ def test_it_is_ready_to_draft_as_soon_as_a_stretch_of_copies_ends() -> None:
     known, guess = list[int](), guesser.guess
 
     def watched(state: StepState, width_S: Tensor, found_S: Tensor, sizes: DraftSizes) -> Tensor:
-        were_ready.append(bool(guesser.ready_S[0]))
+        were_ready.append(bool(guesser.kept_at_S[0] == engine._state["known"][0]))
         known.append(int(state["known"][0]))
         return guess(state, width_S, found_S, sizes)
 

@@ -51,7 +51,9 @@ class ModelGuesser:
             torch.zeros(self._num_slots + 1, width, dtype=weight.dtype, device=weight.device) for _ in range(2)
         )
         """By slot: that of its last known token but one, which knows the last; and what goes to the head."""
-        self.ready_S = torch.zeros(self._num_slots + 1, dtype=torch.int32, device=weight.device)
+        self.kept_at_S = torch.zeros(self._num_slots + 1, dtype=torch.int32, device=weight.device)
+        """How many tokens were known then: who knows more by now goes on from nothing. (Of another sequence, who has
+        just as many, the drafts are wrong, once.)"""
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """New weights, in place: graphs stay valid."""
@@ -63,20 +65,18 @@ class ModelGuesser:
             self._take_in_path(state, rows, kept)
         elif feeding == Feeding.ALL:
             self._take_in(state, rows)
+        elif feeding == Feeding.KEYS:
+            self._fast.remember(_followers(state, rows), self._fast.fuse(self._features.take()), rows)
         else:
-            if feeding == Feeding.KEYS:
-                self._fast.remember(_followers(state, rows), self._fast.fuse(self._features.take()), rows)
-            else:
-                self._features.drop()
-            self.ready_S.zero_()
+            self._features.drop()
 
     def _take_in(self, state: StepState, rows: PackedRows) -> None:
         hidden_TD, normed_TD = self.forward(_followers(state, rows), self._fast.fuse(self._features.take()), rows)
         first_R = rows.length_R - rows.start_R1.diff()
         at_R = state["known"][rows.slot_R] - 2 - first_R
-        here_R = (at_R >= 0) & (at_R < rows.start_R1.diff()) & (state["live"][rows.slot_R] > 0)
+        here_R = (at_R >= 0) & (at_R < rows.start_R1.diff())
         place_R = (rows.start_R1[:-1] + at_R.clamp(min=0)).clamp(max=len(hidden_TD) - 1).long()
-        self._keep(rows.slot_R.long(), hidden_TD[place_R], normed_TD[place_R], here_R)
+        self._keep(state, rows.slot_R.long(), hidden_TD[place_R], normed_TD[place_R], here_R)
 
     def _take_in_path(self, state: StepState, rows: PackedRows, kept: KeptPath) -> None:
         hidden_TD = self._fast.fuse(self._features.take()[kept.at_T])
@@ -85,13 +85,13 @@ class ModelGuesser:
         last_R = (kept.count_R - 1).clamp(min=0).long()
         place_R = torch.arange(num_rows, device=last_R.device) * (len(hidden_TD) // num_rows) + last_R
         slot_R = rows.slot_R.long()
-        here_R = (kept.count_R > 0) & (state["live"][slot_R] > 0)
-        self._keep(slot_R, hidden_TD[place_R], normed_TD[place_R], here_R)
+        self._keep(state, slot_R, hidden_TD[place_R], normed_TD[place_R], kept.count_R > 0)
 
-    def _keep(self, slot_R: Tensor, hidden_RD: Tensor, normed_RD: Tensor, here_R: Tensor) -> None:
+    def _keep(self, state: StepState, slot_R: Tensor, hidden_RD: Tensor, normed_RD: Tensor, here_R: Tensor) -> None:
         self.hidden_SD.index_copy_(0, slot_R, hidden_RD)
         self.normed_SD.index_copy_(0, slot_R, normed_RD)
-        self.ready_S.index_copy_(0, slot_R, here_R.int())
+        goes_on_R = here_R & (state["live"][slot_R] > 0)
+        self.kept_at_S.index_copy_(0, slot_R, torch.where(goes_on_R, state["known"][slot_R], 0))
 
     def guess(self, state: StepState, width_S: Tensor, found_S: Tensor, sizes: DraftSizes) -> Tensor:
         """Write drafts for slots that may have some and have none; how many each has then."""
@@ -125,7 +125,7 @@ class ModelGuesser:
 
     def _askers(self, state: StepState, width_S: Tensor, found_S: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Which slots want the model's drafts, and these slots as rows, the trash slot after them."""
-        wanted_S = (width_S > 0) & (found_S == 0) & (self.ready_S > 0)
+        wanted_S = (width_S > 0) & (found_S == 0) & (self.kept_at_S == state["known"])
         slots_S = torch.arange(len(wanted_S), device=wanted_S.device)
         row_S = torch.where(wanted_S, wanted_S.cumsum(0) - 1, num_rows).clamp(max=num_rows)
         slot_R1 = torch.full((num_rows + 1,), state.trash_slot, device=wanted_S.device).scatter_(0, row_S, slots_S)

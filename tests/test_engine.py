@@ -293,6 +293,16 @@ def test_running_sequences_keep_on_end_first_or_begin_again_with_new_weights(run
     assert versions == {"g/0": begun, "g/1": begun, "g/2": (1, 1)}
 
 
+@pytest.mark.parametrize("steps_ahead", [1, 2, 20])
+def test_once_all_have_ended_there_is_nothing_left_to_wait_for(steps_ahead: int) -> None:
+    first = run(build_engine(), [group("g", PROMPT, 1)])["g/0"]
+    engine = build_engine(steps_ahead=steps_ahead)
+    stop = first.token_ids[len(first.token_ids) // 2]  # sooner than the host foresees
+    run(engine, [group("g", PROMPT, 1, stop_token_ids=(stop,))])
+    assert engine.facts().num_unread == 0
+    engine.apply_weights(named_weights(small_llama(1)), 1, "wait")
+
+
 def weight_bytes(engine: Engine) -> int:
     storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in engine.model.parameters()}
     return sum(storage.nbytes() for storage in storages.values())

@@ -171,6 +171,7 @@ class Engine:
                 self._prefill_s += (seconds - self._making_s + made_s) * plan.num_prefilled / plan.num_tokens
         if not self._batcher.has_work:
             self._last_done = None
+            self._unread.clear()  # what ran after the last sequence had ended
         finished, self._ready = self._ready, []
         return finished
 
@@ -290,7 +291,7 @@ class Engine:
         assert not self._paused, "a paused engine cannot finish its sequences"
         self._batcher.admits_fresh = False
         try:
-            while self._batcher.num_begun or self._unread:
+            while self._batcher.num_begun:
                 self._ready = self.step()
         finally:
             self._batcher.admits_fresh = True

@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from slipstream.draft.selector import ASKING, LONGEST_QUIET, MIXED_STRATEGIES, MODEL_STRATEGIES, QUIET, Selector
+from slipstream.draft.asking import STEADY_STEPS
+from slipstream.draft.selector import MIXED_STRATEGIES, MODEL_STRATEGIES, Selector
 from slipstream.engine.strategy import OFF, Feeding, StepResult, Strategy
 
 
@@ -31,7 +32,7 @@ def test_a_model_that_is_never_right_is_hardly_asked_and_once_it_has_learned_is_
     counts = drive_asked(selector, 0.0, 6000, batch)
     asked = sum(count for way, count in counts.items() if way.depth)
     assert 0 < asked < 0.008 * 6000 * (5 if batch == 1 else 1), "of a sequence alone trials take longer"
-    drive_asked(selector, 0.9, LONGEST_QUIET + 3000, batch)
+    drive_asked(selector, 0.9, 2 * STEADY_STEPS, batch)
     assert selector.best(batch).depth >= 4
 
 
@@ -53,7 +54,7 @@ def test_a_model_of_no_use_is_fed_nothing_until_it_is_about_to_be_asked_again(ba
     assert len(fed_before) >= 4 and all(last <= {Feeding.KEYS} for last in fed_before)
     late = fed[1500:]
     assert late.count(Feeding.NOTHING) > 0.92 * len(late) and Feeding.ALL not in fed
-    drive_asked(selector, 0.9, LONGEST_QUIET + 3000, batch)
+    drive_asked(selector, 0.9, 2 * STEADY_STEPS, batch)
     assert selector.feed(batch) == Feeding.KEYS
 
 
@@ -187,23 +188,49 @@ def test_where_texts_are_repeated_a_model_that_is_no_longer_right_elsewhere_is_l
     assert resumed._bucket(8, True).costs_outside is resumed._bucket(8).costs
 
 
-@pytest.mark.parametrize("batch", [2, 8, 64])
-def test_a_model_that_is_right_but_never_pays_is_told_little_in_the_long_run(batch: int) -> None:
-    """One draft in three, where a draft costs as much as half a step."""
-    selector, dice, fed, asked = Selector(MODEL_STRATEGIES), random.Random(batch), list[Feeding](), 0
-    for _ in range(12000):
-        way = selector.choose(batch)
-        if way.depth:
-            asked += 1
-        else:
-            fed.append(selector.feed(batch))
-        each = sum(dice.random() < 0.33 for _ in range(batch)) / batch if way.depth else 0.0
-        seconds = 1.0 + 0.5 * way.depth
-        selector.observe(StepResult(batch, way, 1.0 + each, seconds, False, each if way.depth else None))
-    assert selector.best(batch) == OFF
-    assert set(fed[: ASKING // 2]) == {Feeding.KEYS} and Feeding.NOTHING in fed[ASKING : ASKING + QUIET]
-    late = fed[4000:]
-    assert 0.2 < late.count(Feeding.KEYS) / len(late) < 0.45 and asked < 0.03 * 12000
+def rollout(selector: Selector, dice: random.Random, sizes: dict[int, int], odds: float, cost: float) -> dict[str, int]:
+    """Down through so many steps of each size; in how many a model was asked, told, or told nothing. `cost`: of a
+    draft, in steps, of eight sequences and fewer; of more it is three times that."""
+    counts = {"asked": 0, "told": 0, "alone": 0}
+    for batch, steps in sizes.items():
+        for _ in range(steps):
+            way = selector.choose(batch)
+            counts["asked" if way.depth else "told" if selector.feed(batch) else "alone"] += 1
+            right = [next((at for at in range(way.depth) if dice.random() > odds), way.depth) for _ in range(batch)]
+            each, seconds = sum(right) / batch, 1.0 + cost * way.depth * (1 if batch <= 8 else 3)
+            selector.observe(StepResult(batch, way, 1.0 + each, seconds, False, each if way.depth else None))
+    return counts
+
+
+def test_a_model_that_is_right_but_never_pays_is_left_alone_in_most_rollouts() -> None:
+    selector, dice = Selector(MODEL_STRATEGIES), random.Random(3)
+    counts = [rollout(selector, dice, {64: 50, 16: 100, 4: 350}, odds=0.33, cost=0.5) for _ in range(16)]
+    were_told = [one["told"] > 1 for one in counts]  # the first step shows that a rollout has begun
+    assert were_told == [True, *[False], True, *[False] * 2, True, *[False] * 4, True, *[False] * 4, True]
+    for one, was_told in zip(counts, were_told, strict=True):
+        assert one["asked"] < (100 if was_told else 1) and one["alone"] in ((0, 1) if was_told else (499, 500))
+
+
+@pytest.mark.parametrize("num_many", [300, 4000, 5500])
+def test_a_model_that_pays_for_the_last_few_alone_is_found(num_many: int) -> None:
+    """However long there are many, for whom it does not."""
+    selector, dice = Selector(MODEL_STRATEGIES), random.Random(4)
+    sizes = {64: num_many, 16: 100, 8: 200, 4: 200, 2: 200}
+    counts = [rollout(selector, dice, sizes, odds=0.7, cost=0.15) for _ in range(3)]
+    assert counts[-1]["asked"] > 300 and counts[-1]["alone"] == 0
+
+
+def test_a_trial_of_a_model_ends_with_the_rollout_in_which_it_was_told() -> None:
+    selector, dice = Selector(MODEL_STRATEGIES), random.Random(5)
+    while True:
+        chosen = selector.choose(4)
+        if chosen.depth:
+            break  # in the middle of a trial
+        selector.observe(StepResult(4, chosen, 1.0, 1.0))
+    for _ in range(3):
+        selector.observe(StepResult(16, selector.choose(16), 1.0, 1.0))
+    assert selector.feed(4) == Feeding.NOTHING and selector.choose(4) == OFF
+    assert rollout(selector, dice, {4: 100}, odds=0.0, cost=1.0)["asked"] == 0
 
 
 def test_before_there_is_a_model_nothing_is_told_and_nobody_asked() -> None:

@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from slipstream.draft.asking import FED_BEFORE, Asking
 from slipstream.draft.bucket import (
     ASKED,
     CLEARLY,
@@ -48,11 +49,6 @@ MOST_BETWEEN = 500
 """Steps in which one way is tried again, bad as all may have been: a drafter learns."""
 ASK_AGAIN, ASK_OTHER = 1000, 250
 """Steps after which a model that was hardly ever right is asked again; and one that has other weights since."""
-FED_BEFORE = 32
-"""Steps before that in which it is told what was said, after it was told nothing."""
-ASKING, QUIET, LONGEST_QUIET = 1500, 1000, 4000
-"""Steps of any size in which a model may be asked; and then, if it is best for no size, in which it is told nothing and
-not asked, twice as many each time: keeping it up to date costs 2 to 3 % of a step."""
 LEAST_LOSS = 0.25
 """Steps that any trial may lose."""
 OUTDATED = 3
@@ -120,9 +116,7 @@ class Selector:
         """By size: how many were in each of the last steps that asked a model, and how many drafts of it were right."""
         self._model = 0
         """Which model it is that drafts: they are counted."""
-        self._num_steps, self._turned_at, self._quiet = 0, -FED_BEFORE, QUIET
-        self._has_model = self._asks = has_model
-        """Whether a model is told what is said, and may be asked."""
+        self._asking = Asking(has_model)
         self.choices: list[Choice] = []
         """Every change of the best way since they were last taken, in order."""
         self._saved_s = 0.0
@@ -132,13 +126,15 @@ class Selector:
         bucket = self._bucket(batch, is_matching)
         if bucket.trial is None and bucket.contender is None and bucket.since_trial % WINDOW == 0:
             self._consider_trial(bucket, max(1, batch))
+        if bucket.trial is not None and bucket.trial.depth and not self._asking.is_on:
+            bucket.trial, bucket.trial_steps = None, []  # it was told nothing since
         return bucket.trial or bucket.best
 
     def feed(self, batch: int) -> Feeding:
         """What a learned drafter gets of a step of so many sequences that does not ask it: nothing while it is of no
         use, but for a while before it is asked again, so that it knows what was said last."""
         bucket = self._bucket(batch)
-        if not self._asks:
+        if not self._asking.is_on:
             return Feeding.NOTHING
         if not bucket.has_no_use_for_model or (bucket.contender is not None and bucket.contender.depth):
             return Feeding.KEYS
@@ -148,7 +144,7 @@ class Selector:
     def _consider_trial(self, bucket: Bucket, batch: int) -> None:
         had_no_use = bucket.has_no_use_for_model
         # A model that was told nothing is first told what is said, until the next look.
-        may_ask = self._asks and self._num_steps - self._turned_at >= FED_BEFORE
+        may_ask = self._asking.may_ask
         untried = [way for way in bucket.look_again() if not way.depth or (may_ask and not had_no_use)]
         # Steps in stretches have the sizes of those outside, whose graphs are there.
         prepared = self._bucket(bucket.size).costs if bucket.is_matching else {}
@@ -204,20 +200,13 @@ class Selector:
         steps = ASK_AGAIN if bucket.asked_model == self._model else ASK_OTHER
         return bucket.asked_at + steps - bucket.num_steps
 
-    def _ask_or_not(self) -> None:
-        """A model that is best for no size of batch is asked at times, so that it costs next to nothing."""
-        if any(bucket.best.depth for bucket in self._buckets.values()):
-            self._asks, self._turned_at, self._quiet = True, self._num_steps - FED_BEFORE, QUIET
-        elif self._has_model and self._num_steps - self._turned_at >= (ASKING if self._asks else self._quiet):
-            self._quiet = self._quiet if self._asks else min(2 * self._quiet, LONGEST_QUIET)
-            self._asks, self._turned_at = not self._asks, self._num_steps
+    def _uses_model(self) -> bool:
+        return any(bucket.best.depth for bucket in self._buckets.values())
 
     def note_new_model(self) -> None:
         """The learned drafter has other weights from now on."""
         self._model += 1
-        if not self._has_model:
-            self._has_model = self._asks = True
-            self._turned_at = self._num_steps
+        self._asking.note_model()
 
     def _likeliest(self, bucket: Bucket, untried: Sequence[Strategy]) -> Strategy:
         """To be the best: what is best for twice or half as many sequences; else there is an order, from few drafts to
@@ -249,9 +238,7 @@ class Selector:
         if strategy not in bucket.ways:
             return  # chosen for fewer sequences than were then seated
         bucket.ran_s += seconds
-        self._num_steps += 1
-        if self._num_steps % WINDOW == 0:
-            self._ask_or_not()
+        self._asking.note_step(bucket.size, self._uses_model)
         if step.of_model is not None and not is_matching:
             if bucket.asked_model != self._model:
                 bucket.of_model.clear()  # another was right or wrong

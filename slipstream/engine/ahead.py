@@ -25,6 +25,7 @@ class Ahead:
         """Sizes of batch and ways that have run."""
         self._num_unread, self._has_room = 0, _has_none
         self._step_s: float | None = None
+        self._was_cut_short = False
         self.is_waiting = False
         """Whether this step runs otherwise than it will."""
 
@@ -44,12 +45,14 @@ class Ahead:
 
     def begin_step(self, num_unread: int, has_room: Callable[[], bool]) -> None:
         """`has_room`: whether there is any for what so many steps may sample."""
+        # Where there is less to launch than that, it would be waited for ever.
+        self._was_cut_short = self.is_waiting and num_unread <= self._num_unread
         self._num_unread, self._has_room, self.is_waiting = num_unread, has_room, False
 
     @property
     def can_wait(self) -> bool:
         """Whether more steps should be launched before a graph is made."""
-        return self._num_unread < self.enough and self._has_room()
+        return self._num_unread < self.enough and not self._was_cut_short and self._has_room()
 
     def wait(self) -> None:
         self.is_waiting = True

@@ -154,7 +154,7 @@ class Engine:
         """One packed forward; the rollouts known to have ended. Does nothing while paused or idle."""
         if not self._paused and self._batcher.has_work:
             assert self._storage_bytes is None, "the engine's weights were put to sleep; apply_weights first"
-            started, made_s = time.perf_counter(), self._making_s
+            started, stalled_s = time.perf_counter(), self._stalled_s
             drafts = self._decide_drafts()
             plan = self._batcher.plan(drafts.room, self._state.max_drafts)
             try:
@@ -168,7 +168,7 @@ class Engine:
             seconds = time.perf_counter() - started
             self._forward_s += seconds
             if plan.num_tokens:
-                self._prefill_s += (seconds - self._making_s + made_s) * plan.num_prefilled / plan.num_tokens
+                self._prefill_s += (seconds - self._stalled_s + stalled_s) * plan.num_prefilled / plan.num_tokens
         if not self._batcher.has_work:
             self._last_done = None
             self._unread.clear()  # what ran after the last sequence had ended
@@ -275,10 +275,6 @@ class Engine:
         )
 
     @property
-    def _making_s(self) -> float:
-        return self._graphs.making_s if self._graphs is not None else 0.0
-
-    @property
     def _stalled_s(self) -> float:
         return self._graphs.stalled_s if self._graphs is not None else 0.0
 
@@ -301,8 +297,7 @@ class Engine:
         policy = self.policy
         chosen, best = (policy.choose(batch, is_matching), policy.best(batch, is_matching)) if policy else (OFF, OFF)
         num_tokens = self._ahead.enough * math.ceil(1 + best.drafts_each)
-        has_room = partial(self._batcher.has_pages_for, num_tokens) if self._graphs is not None else (lambda: False)
-        self._ahead.begin_step(len(self._unread), has_room)
+        self._ahead.begin_step(len(self._unread), partial(self._may_run_ahead, num_tokens))
         strategy = self._ahead.way(batch, chosen, best)
         if strategy.depth:
             self._feeding = Feeding.ALL
@@ -310,6 +305,11 @@ class Engine:
             # Who was asked before a stretch of repeated text is asked after it, which may be any moment.
             self._feeding = policy.feed(batch)
         return StepDrafts(batch, is_matching, strategy, self._demand.room(strategy, batch), self._feeding)
+
+    def _may_run_ahead(self, num_tokens: int) -> bool:
+        """Without taking pages from anybody, or leaving slots to who has ended while others wait for one."""
+        batcher = self._batcher
+        return self._graphs is not None and not batcher.num_waiting and batcher.has_pages_for(num_tokens)
 
     def _launch(self, plan: StepPlan, drafts: StepDrafts) -> None:
         """Tell the device what changes and start the step; returns before a GPU is done with it."""

@@ -7,7 +7,7 @@ its own has been asked for so often that it would have paid.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
 PATIENCE = 200
@@ -49,9 +49,9 @@ class Fitting(Generic[SizeT]):
             self._larger[size] = min(fits, key=lambda one: one.room) if fits else coarser
         return self._larger[size]
 
-    def larger(self, size: SizeT) -> SizeT | None:
+    def larger(self, size: SizeT, may_serve: Callable[[SizeT], bool]) -> SizeT | None:
         """What it can run in at all, if there is anything, however much is padding."""
-        fits = [one for one in self._ready if one.kind == size.kind and _holds(one, size)]
+        fits = [one for one in self._ready if one.kind == size.kind and _holds(one, size) and may_serve(one)]
         return min(fits, key=lambda one: one.room, default=None)
 
     def add(self, size: SizeT) -> None:

@@ -56,7 +56,10 @@ class GraphPool:
         of these have theirs; if prompts are among them, of which all sizes cost what they run."""
         if all(launch in self._graphs for launch in launches) or any(launch.has_prompts for launch in launches):
             return None
-        larger = (self._fitting.larger(launch) or self._fitting.larger(launch.feeding_more) for launch in launches)
+        larger = (
+            self._fitting.larger(launch, _has_none) or self._fitting.larger(launch.feeding_more, _has_none)
+            for launch in launches
+        )
         found = [launch for launch in larger if launch is not None]
         return found if len(found) == len(launches) else None
 
@@ -128,12 +131,17 @@ def growing_in_place() -> Iterator[None]:
     """Memory that is allocated here is added to the end of what there is. Otherwise a graph that is larger than those
     before would take all its memory anew, since what they leave it is too small in each place. For all other memory
     whoever runs this decides: who has written it in the environment, for this too."""
-    settings = "".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if "expandable_segments" in settings:
         yield
         return
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    others = f"{settings}," if settings else ""  # which would be as if nobody had said anything
+    torch._C._accelerator_setAllocatorSettings(f"{others}expandable_segments:True")
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings(f"{others}expandable_segments:False")
+
+
+def _has_none(launch: Launch) -> bool:
+    return not launch.has_prompts

@@ -95,7 +95,9 @@ class StepState:
         """On the device, one for each pair, made when it is first asked for, before a graph that holds it."""
         pair = num_tokens, num_samples
         if pair not in self._limits:
-            self._limits[pair] = torch.tensor(pair, dtype=torch.int32, device=self.limits.device)
+            self._limits[pair] = limits = torch.empty_like(self.limits)
+            for place, number in enumerate(pair):
+                limits[place].fill_(number)  # to copy them would wait for all steps under way
         return self._limits[pair]
 
     def set_limits(self, limits: Tensor) -> None:

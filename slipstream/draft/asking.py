@@ -1,0 +1,63 @@
+"""In which rollouts a learned drafter is told what is said, and may be asked. Pure.
+
+One that is best for no size of batch is asked throughout a rollout and then left alone in the next, then in two, and in
+LONGEST_QUIET at most: keeping it up to date costs 2 to 3 % of a step. By rollouts, since what a few sequences are to
+draft with has to be told while they are many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+LONGEST_QUIET = 4
+GROWN, STEADY_STEPS = 4, 6000
+"""A rollout is over when there are so many times the sequences that there were at its end. Where that never happens, it
+counts as over after so many steps, or twice as many as the longest had."""
+FED_BEFORE = 32
+"""Steps in which it is told what is said before it is asked, after it was told nothing."""
+
+
+class Asking:
+    def __init__(self, has_model: bool) -> None:
+        """`has_model`: whether there is one before `note_model`."""
+        self.is_on = self._has_model = has_model
+        self._num_steps, self._began_at, self._fewest, self._longest = 0, 0, math.inf, 0
+        """Steps in all; of this rollout the first, and the smallest size of batch; and how many the longest had."""
+        self._quiet, self._quiet_left = 1, 0
+        """Rollouts for which it will be left alone, and will still be now."""
+        self._told_from = -FED_BEFORE
+
+    @property
+    def may_ask(self) -> bool:
+        return self.is_on and self._num_steps - self._told_from >= FED_BEFORE
+
+    def note_step(self, size: int, is_in_use: Callable[[], bool]) -> None:
+        """One of this size of batch. `is_in_use`: whether the model is best for any."""
+        self._num_steps += 1
+        num_steps, self._fewest = self._num_steps - self._began_at, min(self._fewest, size)
+        has_grown = size >= GROWN * self._fewest
+        if has_grown:
+            self._longest = max(self._longest, num_steps)
+        if has_grown or num_steps >= max(STEADY_STEPS, 2 * self._longest):
+            self._began_at, self._fewest = self._num_steps, size
+            self._begin_rollout(is_in_use())
+
+    def _begin_rollout(self, is_in_use: bool) -> None:
+        was_on = self.is_on
+        self.is_on = self._has_model and (is_in_use or (not was_on and self._quiet_left <= 1))
+        if is_in_use:
+            self._quiet = 1
+        elif was_on:
+            self._quiet_left, self._quiet = self._quiet, min(2 * self._quiet, LONGEST_QUIET)
+        else:
+            self._quiet_left -= 1
+        if self.is_on and not was_on:
+            self._told_from = self._num_steps
+
+    def note_model(self) -> None:
+        """There is one. If it is the first, the rollout in which it is asked begins here."""
+        if not self._has_model:
+            self._has_model = self.is_on = True
+            self._told_from = self._began_at = self._num_steps
+            self._fewest = math.inf

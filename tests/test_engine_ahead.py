@@ -22,7 +22,7 @@ from slipstream.engine.state import Launched
 from slipstream.engine.strategy import OFF, Always, StepResult, Strategy
 from slipstream.types import Request, Rollout, SamplingParams
 
-USUAL, GROUPS, MOST = 2, 10, 24
+USUAL, GROUPS, MOST = 2, 10, 12
 ENOUGH = 4 * NUM_SLOTS * MAX_LENGTH
 COPIES, MORE = Strategy(2.0, 2), Strategy(4.0, 2)
 
@@ -109,7 +109,13 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generate_by_graphs(
-    requests: list[list[Request]], policy: InTurn | None, past: Sequence[Rollout], budget: int = 100, **changes: Any
+    requests: list[list[Request]],
+    policy: InTurn | None,
+    past: Sequence[Rollout],
+    *,
+    budget: int = 100,
+    watch: Callable[[Engine], None] = lambda engine: None,
+    **changes: Any,
 ) -> tuple[dict[str, Rollout], Pool, list[int]]:
     """As a GPU would, in padded sizes; also how many steps were under way after each."""
     engine = Engine(
@@ -133,6 +139,7 @@ def generate_by_graphs(
     while engine.has_work:
         rollouts |= {rollout.request.uid: rollout for rollout in engine.step()}
         unread.append(engine.facts().num_unread)
+        watch(engine)
     return rollouts, pool, unread
 
 
@@ -144,9 +151,9 @@ def same(rollouts: dict[str, Rollout], others: dict[str, Rollout]) -> bool:
 
 
 def test_ways_and_sizes_that_wait_for_their_graph_change_no_bit(no_gpu: None) -> None:
-    plain, _ = generate(groups(GROUPS))
-    policy = InTurn([OFF, COPIES, MORE], every=12)
-    drafted, pool, unread = generate_by_graphs(groups(GROUPS), policy, list(plain.values()), kv_tokens=ENOUGH)
+    plain, _ = generate(groups(2, 6))
+    policy = InTurn([OFF, COPIES, MORE], every=4)
+    drafted, pool, unread = generate_by_graphs(groups(2, 6), policy, list(plain.values()), kv_tokens=ENOUGH)
     assert same(drafted, plain) and set(policy.told) == {OFF, COPIES, MORE}
     assert max(unread) == MOST and unread.count(USUAL) > len(unread) / 4
     assert MOST in pool.num_unread and pool.stalled_s < pool.making_s
@@ -172,11 +179,55 @@ def test_without_memory_for_graphs_nothing_waits_and_steps_run_in_larger_sizes(n
     assert len(pool) == 1 and len(pool.num_unread) < len(unread) / 4, "how often a step had no graph"
 
 
-def test_little_memory_changes_no_bit(no_gpu: None) -> None:
-    plain, _ = generate(groups(GROUPS))
+def test_pages_for_half_of_the_slots_change_no_bit(no_gpu: None) -> None:
+    plain, _ = generate(groups(4))
     policy = InTurn([OFF, COPIES, MORE], every=12)
-    drafted, _, _ = generate_by_graphs(groups(GROUPS), policy, list(plain.values()), kv_tokens=(NUM_SLOTS + 2) * 64)
+    drafted, _, _ = generate_by_graphs(groups(4), policy, list(plain.values()), kv_tokens=(NUM_SLOTS // 2) * 64)
     assert same(drafted, plain)
+
+
+def test_a_wait_that_is_cut_short_is_over(no_gpu: None) -> None:
+    """Answers end before enough steps are launched."""
+    sampling = SamplingParams(max_new_tokens=8)
+    requests = [[Request(f"{g}", str(g), (5, 6, 7), g, sampling)] for g in range(NUM_SLOTS)]
+    ahead = Ahead(USUAL)
+    ahead.observe(MAKING_S / (MOST - 0.5))
+    for num_unread in (0, 1, 2):
+        ahead.begin_step(num_unread, lambda: True)
+        if num_unread:
+            assert ahead.way(8, COPIES, OFF) == OFF and ahead.is_waiting
+        else:
+            ahead.way(8, OFF, OFF)
+    ahead.begin_step(0, lambda: True)
+    assert ahead.way(8, COPIES, OFF) == COPIES and not ahead.is_waiting
+    policy = InTurn([OFF, COPIES], every=3)
+    rollouts, _, _ = generate_by_graphs(requests, policy, (), kv_tokens=ENOUGH)
+    assert len(rollouts) == NUM_SLOTS
+
+
+def test_nobody_waits_while_sequences_wait_for_a_slot(no_gpu: None) -> None:
+    policy = InTurn([OFF, COPIES, MORE], every=12)
+    num_waiting: list[tuple[int, int]] = []
+
+    def watch(engine: Engine) -> None:
+        facts = engine.facts()
+        num_waiting.append((facts.num_unread, facts.num_waiting))
+
+    generate_by_graphs(groups(GROUPS), policy, (), kv_tokens=ENOUGH, watch=watch)
+    assert any(waiting for _, waiting in num_waiting)
+    assert all(unread <= USUAL for unread, waiting in num_waiting if waiting)
+
+
+def test_a_policy_is_not_told_how_long_steps_take_that_wait(no_gpu: None) -> None:
+    policy = InTurn([OFF, COPIES], every=12)
+    waited: list[bool] = []
+
+    def watch(engine: Engine) -> None:
+        if engine._ahead.is_waiting and engine._unread:
+            waited.append(engine._unread[-1].was_prepared)
+
+    generate_by_graphs(groups(2), policy, (), kv_tokens=ENOUGH, watch=watch)
+    assert waited and not any(waited)
 
 
 def test_steps_are_launched_ahead_only_where_pages_last(no_gpu: None) -> None:

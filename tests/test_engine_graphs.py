@@ -29,10 +29,15 @@ class Replayed:
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
+def budget() -> int:
+    return 5
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch, budget: int) -> Pool:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "Stream", lambda priority: None)
-    pool = Pool(budget_bytes=3)
+    pool = Pool(budget_bytes=budget)
     pool.captured, pool.replayed = [], []  # type: ignore[attr-defined]
     return pool
 
@@ -68,6 +73,7 @@ def test_once_all_graphs_are_gone_memory_is_allocated_outside_of_one(pool: Pool)
     assert run(pool, launch(16), launch(8)) == [launch(16)]
 
 
+@pytest.mark.parametrize("budget", [3])
 def test_past_the_budget_new_sizes_run_without_and_somebody_is_told_once(pool: Pool) -> None:
     run(pool, launch(8), launch(16), launch(24))
     with pytest.warns(UserWarning, match="all they may") as told:
@@ -81,6 +87,9 @@ def test_meanwhile_a_larger_size_of_the_same_kind_serves_but_not_for_prompts(poo
     assert pool.meanwhile([launch(16)]) is None, "it has its own"
     assert pool.meanwhile([launch(40)]) is None and pool.meanwhile([launch(4, with_drafts=True)]) is None
     assert pool.meanwhile([launch(48, 8)]) is None, "a prompt takes as long as it is padded to"
+    assert pool.meanwhile([launch(48, 48)]) is None
+    run(pool, launch(128, 64), launch(128, 64))
+    assert pool.meanwhile([launch(48, 48)]) is None, "nor does it serve anybody"
 
 
 def test_meanwhile_a_drafter_may_be_told_more_than_it_need_be(pool: Pool) -> None:

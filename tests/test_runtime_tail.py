@@ -135,3 +135,23 @@ def test_a_learner_that_cannot_train_aside_is_never_lent() -> None:
     device.steps(tail, 200)
     tail.stop()
     assert device.num_started == 0 and device.records == [] and tail.take() == (0, {"drafter/updates_in_tail": 0.0})
+
+
+def test_calls_that_launch_ahead_or_catch_up_say_nothing_of_how_long_a_step_takes() -> None:
+    device = Device()
+    tail = device.tail_trainer(updates=1000)
+    tail.add_lessons(12)
+    for num_unread in [2] * 90 + list(range(3, 43)):
+        device.now_s += STEP_S if num_unread == 2 else STEP_S / 10
+        tail.after_step(4, 0, num_unread)
+    num_steps, num_started = tail.throttle.num_steps, device.num_started
+    assert num_steps == 89 and num_started > 0, "those that launched one and read one"
+    device.now_s += 40 * STEP_S
+    tail.after_step(4, 0, 2)
+    assert tail.throttle.num_steps == num_steps and device.num_started == num_started
+    assert list(tail.throttle._quiet_s) == pytest.approx([STEP_S] * len(tail.throttle._quiet_s))
+    device.finish()
+    for _ in range(8):
+        device.now_s += STEP_S
+        tail.after_step(4, 0, 2)
+    assert tail.throttle.num_steps == num_steps + 8

@@ -77,9 +77,9 @@ class GraphPool:
         started = time.perf_counter()
         is_worth_it = size in self._met or not size.has_prompts
         must_run_first = not any(other.kind == size.kind for other in self._met)
-        self._met.add(size)
         if must_run_first or not is_worth_it or self.is_spent:
             body()
+        self._met.add(size)
         if is_worth_it and not self.is_spent:
             graph = self._capture(size, body)
             if not must_run_first:

@@ -234,6 +234,7 @@ def norm_rope_write(
     assert rows.slot_T.stride(0) == rows.place_T.stride(0) == 1
     cos, sin = (qkv, qkv) if rotary is None else (rotary.cosines.contiguous(), rotary.sines.contiguous())
     position_T = None if rotary is None else rotary.position_T
+    assert position_T is None or position_T.is_contiguous()
     assert cos.dtype in (qkv.dtype, torch.float32)
     query = qkv.new_empty(num_tokens, num_query, size)
     norm, key_norm = heads.query_norm, heads.key_norm

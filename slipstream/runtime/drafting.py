@@ -75,7 +75,7 @@ def build_selector(config: Config, device: torch.device) -> Selector:
     ways = [way for way in STRATEGIES[config.draft.source] if way.depth <= most]
     # With twice as many drafts as a sequence may have, a chain is the one before it once more.
     ways = [way for way in ways if way.branches > 1 or way.drafts_each < 2 * most]
-    return Selector(ways, has_price=device.type == "cuda", has_model=False)
+    return Selector(ways, has_price=device.type == "cuda", has_model=config.drafter.warm_from is not None)
 
 
 def draft_choices(selector: Selector) -> tuple[DraftChosen, ...]:
@@ -132,13 +132,15 @@ def build_drafter_trainer(config: Config, trainer: Trainer) -> DrafterTrainer:
     return learner
 
 
-def draft_with(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """From the engine's next step on. Its policy is told: what is known of the drafter is known of an earlier one."""
+def draft_with(engine: Engine, weights: Iterable[tuple[str, Tensor]], *, is_taught: bool = True) -> None:
+    """From the engine's next step on. Its policy is told: what is known of the drafter is known of an earlier one.
+    `is_taught`: else nobody need ask it."""
     drafter = engine.drafter
     assert isinstance(drafter, HistoryDrafter) and drafter.guesser is not None, "the engine has no learned drafter"
     assert engine.policy is not None
     drafter.guesser.write(weights)
-    engine.policy.note_new_model()
+    if is_taught:
+        engine.policy.note_new_model()
 
 
 class Publisher:
@@ -156,7 +158,7 @@ class Publisher:
 
     def publish(self) -> None:
         """On the engine's stream; no update may be under way."""
-        draft_with(self._engine, self._learner.weights())
+        draft_with(self._engine, self._learner.weights(), is_taught=self._learner.num_updates > 0)
         self._version, self._policy = self._learner.num_updates, self._engine.facts().version.number
 
     def metrics(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from slipstream.draft.asking import STEADY_STEPS
+from slipstream.draft.asking import LEAST_STEPS, STEADY_STEPS
 from slipstream.draft.selector import MIXED_STRATEGIES, MODEL_STRATEGIES, Selector
 from slipstream.engine.strategy import OFF, Feeding, StepResult, Strategy
 
@@ -220,13 +220,21 @@ def test_a_model_that_pays_for_the_last_few_alone_is_found(num_many: int) -> Non
     assert counts[-1]["asked"] > 300 and counts[-1]["alone"] == 0
 
 
+def test_rollouts_of_a_few_steps_are_enough_to_ask_in() -> None:
+    selector, dice = Selector(MODEL_STRATEGIES, has_model=False), random.Random(6)
+    rollout(selector, dice, {8: 10, 2: 10}, odds=0.9, cost=0.1)
+    selector.note_new_model()
+    counts = [rollout(selector, dice, {8: 10, 2: 10}, odds=0.9, cost=0.1) for _ in range(40)]
+    assert sum(one["asked"] for one in counts[-10:]) > 120 and not any(one["alone"] for one in counts)
+
+
 def test_a_trial_of_a_model_ends_with_the_rollout_in_which_it_was_told() -> None:
     selector, dice = Selector(MODEL_STRATEGIES), random.Random(5)
-    while True:
-        chosen = selector.choose(4)
-        if chosen.depth:
-            break  # in the middle of a trial
-        selector.observe(StepResult(4, chosen, 1.0, 1.0))
+    num_steps = 0
+    while num_steps < LEAST_STEPS or not selector.choose(4).depth:  # until it is in the middle of a trial
+        way = selector.choose(4)
+        selector.observe(StepResult(4, way, 1.0, 1.0 + way.depth, False, 0.0 if way.depth else None))
+        num_steps += 1
     for _ in range(3):
         selector.observe(StepResult(16, selector.choose(16), 1.0, 1.0))
     assert selector.feed(4) == Feeding.NOTHING and selector.choose(4) == OFF

@@ -14,6 +14,8 @@ LONGEST_QUIET = 4
 GROWN, STEADY_STEPS = 4, 6000
 """A rollout is over when there are so many times the sequences that there were at its end. Where that never happens, it
 counts as over after so many steps, or twice as many as the longest had."""
+LEAST_STEPS = 500
+"""In which it may be asked, before it is left alone: as many rollouts as that takes, if they are short."""
 FED_BEFORE = 32
 """Steps in which it is told what is said before it is asked, after it was told nothing."""
 
@@ -45,6 +47,8 @@ class Asking:
 
     def _begin_rollout(self, is_in_use: bool) -> None:
         was_on = self.is_on
+        if was_on and not is_in_use and self._num_steps - self._told_from < LEAST_STEPS:
+            return
         self.is_on = self._has_model and (is_in_use or (not was_on and self._quiet_left <= 1))
         if is_in_use:
             self._quiet = 1

@@ -57,7 +57,7 @@ class GraphPool:
         if all(launch in self._graphs for launch in launches) or any(launch.has_prompts for launch in launches):
             return None
         larger = (
-            self._fitting.larger(launch, _has_none) or self._fitting.larger(launch.feeding_more, _has_none)
+            self._fitting.larger(launch, _only_samples) or self._fitting.larger(launch.feeding_more, _only_samples)
             for launch in launches
         )
         found = [launch for launch in larger if launch is not None]
@@ -143,5 +143,5 @@ def growing_in_place() -> Iterator[None]:
         torch._C._accelerator_setAllocatorSettings(f"{others}expandable_segments:False")
 
 
-def _has_none(launch: Launch) -> bool:
+def _only_samples(launch: Launch) -> bool:
     return not launch.has_prompts

@@ -61,7 +61,9 @@ class RotaryTables:
         key = hidden_states.dtype, hidden_states.device, *which
         if key not in self._tables:
             self._tables[key] = self._table(*key)
-        return Rotary(*self._tables[key], position_ids[0])
+        found = Rotary(*self._tables[key], position_ids[0])
+        # Only a GPU's kernel looks up: elsewhere every layer would.
+        return found if hidden_states.is_cuda else Rotary(*found.of_tokens())
 
     def _table(self, dtype: torch.dtype, device: torch.device, *which: Any) -> tuple[Tensor, Tensor]:
         positions = torch.arange(self._num_positions, device=device)

@@ -147,11 +147,12 @@ class Bench:
         self.model: PreTrainedModel = load_model(str(saved.target), dtype=self.dtype, device=device)
         tokenizer = load_tokenizer(str(saved.target))
         prompts = render_prompts(tokenizer, load_training_problems(config), config.engine.max_prompt_tokens)
-        with HistoryStore(run / FILE_NAME, keep_per_prompt=SAMPLES, disk_bytes=1 << 40) as history:
-            self.past: dict[tuple[int, ...], Sequence[Text]] = {
-                prompt.token_ids: texts_of(history.of_prompt(prompt_key(prompt.token_ids))) for prompt in prompts
-            }
-        self.prompts = [prompt.token_ids for prompt in prompts if self.past[prompt.token_ids]]
+        self.prompts = [prompt.token_ids for prompt in prompts]
+        self.past: dict[tuple[int, ...], Sequence[Text]] = {}
+        if source == "both":
+            with HistoryStore(run / FILE_NAME, keep_per_prompt=SAMPLES, disk_bytes=1 << 40) as history:
+                self.past = {ids: texts_of(history.of_prompt(prompt_key(ids))) for ids in self.prompts}
+            self.prompts = [ids for ids in self.prompts if self.past[ids]]
         self.taught = saved.state.weights
         self.poisoned = build_draft(self.model.config, saved.kind, 7).state_dict()
         self.kind, self.new_tokens, self.temperature = saved.kind, new_tokens, config.sampling.temperature
@@ -170,7 +171,7 @@ class Bench:
                 library_tokens=shelf * (batch // SAMPLES + 2) if self.source == "both" else 0,
                 longest_shelf=shelf,
                 device=self.model.device,
-                past=lambda ids: self.past[ids],
+                past=lambda ids: self.past.get(ids, ()),
                 guesser=guesser,
             )
         engine = Engine(

@@ -59,7 +59,7 @@ def followers(tokens_SL: Tensor, slot_T: Tensor, position_T: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _followers(tokens_ptr, slot_ptr, position_ptr, out_ptr, num, longest, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     await_inputs(OVERLAPS)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -20,15 +20,15 @@ def take(
 ) -> None:
     _take[(len(token_N),)](
         logits_NV, rows.seed_N2, rows.position_N, rows.inverse_temperature_N, rows.greedy_N, token_N,
-        tokens_NB, scores_NB, logits_NV.stride(0), tokens_NB.shape[1], NUMBER=number, num_warps=1,
+        tokens_NB, scores_NB, logits_NV.stride(0), tokens_NB.shape[1], number, num_warps=1,
         **overlap(logits_NV.device),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["branches", "number"])
 def _take(
     logits_ptr, seed_ptr, position_ptr, inverse_temperature_ptr, greedy_ptr, token_ptr, tokens_out, scores_out,
-    row_stride, branches, NUMBER: tl.constexpr, OVERLAPS: tl.constexpr,
+    row_stride, branches, number, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     await_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -37,7 +37,7 @@ def _take(
     score = tl.load(at).to(tl.float32) * tl.load(inverse_temperature_ptr + row)
     k0, k1 = row_keys(tl.load(seed_ptr + 2 * row), tl.load(seed_ptr + 2 * row + 1), tl.load(position_ptr + row))
     score += tl.where(tl.load(greedy_ptr + row), 0.0, gumbel(token, k0, k1))
-    tl.store(tokens_out + row * branches + NUMBER, token)
+    tl.store(tokens_out + row * branches + number, token)
     sound = (score == score) & (score > -1.0e4) & (score < 1.0e4)
-    tl.store(scores_out + row * branches + NUMBER, tl.where(sound, score, -1.0e4))
+    tl.store(scores_out + row * branches + number, tl.where(sound, score, -1.0e4))
     tl.store(at, -float("inf"))

@@ -108,7 +108,7 @@ def _room(
     tl.store(room_out, tl.minimum(num_tokens - tl.sum(count, 0), num_samples - samplers))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _find_rows(
     known_ptr, computed_ptr, allotted_ptr, live_ptr, drafted_ptr, report_ptr,
     slot_out, start_out, sample_start_out, length_out, num_lines, num_rows, report_width,
@@ -163,7 +163,7 @@ def _row_of(start_ptr, slot_ptr, place, num_rows, trash_slot):
     return low, real, slot, place - tl.load(start_ptr + low, real, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _place_tokens(
     start_ptr, slot_ptr, computed_ptr, known_ptr, tokens_ptr, drafts_ptr, ids_out, slot_out, position_out,
     num_tokens, num_rows, trash_slot, max_length, max_drafts,
@@ -184,7 +184,7 @@ def _place_tokens(
     tl.store(ids_out + token, token_id.to(tl.int64), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_samples", "num_rows"])
 def _place_samples(
     start_ptr, sample_start_ptr, slot_ptr, known_ptr, low_ptr, high_ptr, inverse_ptr, greedy_ptr,
     top_k_ptr, top_p_ptr, min_p_ptr,

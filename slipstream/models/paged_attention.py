@@ -93,6 +93,7 @@ def attend_paged(
         peaks, weights = (torch.empty(partial_shape, dtype=torch.float32, device=out.device) for _ in range(2))
         mixes = torch.empty(*partial_shape, value_size, dtype=torch.float32, device=out.device)
     sinks = out if form.sinks_H is None else form.sinks_H.contiguous()
+    path_width = 0 if branches is None else branches.path_TD.shape[1]
     padded_key_size, padded_value_size = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
     page_bytes = page_tokens * (padded_key_size + padded_value_size) * keys_PKCD.element_size()
     num_buffers = min(2, int(BUFFER_SHARE * _shared_bytes(query_THD.device)) // page_bytes)
@@ -101,11 +102,11 @@ def attend_paged(
         *((out, out) if branches is None else (branches.fork_T, branches.path_TD)),
         out, peaks, weights, mixes, out if arrivals is None else arrivals,
         form.scaling, query_THD.stride(0), query_THD.stride(1),
-        num_tokens, num_rows, num_kv_heads, table_width, num_splits, num_workers,
+        num_tokens, num_rows, num_kv_heads, table_width, num_splits, num_workers, path_width,
         IS_SHARED=is_shared, GROUP=group, BLOCK_ROWS=block_rows, BLOCK_TOKENS=block_tokens, PAGE_TOKENS=page_tokens,
         SPLIT_TOKENS=split_tokens, KEY_SIZE=key_size, PADDED_KEY_SIZE=padded_key_size, VALUE_SIZE=value_size,
         PADDED_VALUE_SIZE=padded_value_size, WINDOW=form.sliding_window or 0, SOFTCAP=form.softcap or 0.0,
-        HAS_SINKS=form.sinks_H is not None, PATH=0 if branches is None else branches.path_TD.shape[1],
+        HAS_SINKS=form.sinks_H is not None, HAS_PATHS=branches is not None,
         JOINED_AT_ONCE=max(1, JOINED_ROWS // block_rows),
         num_stages=1 + 2 * num_buffers,  # two stages each: a page's number is fetched, then its content
         num_warps=4, enable_fp_fusion=False, **overlap(out.device),
@@ -174,15 +175,17 @@ def _normalise(peak_M, weight_M, mix_MV, sinks, head_M, valid_M, HAS_SINKS: tl.c
     return mix_MV / tl.where(weight_M > 0.0, weight_M, 1.0)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_kv_heads", "table_width", "num_splits", "num_workers"])
+@triton.jit(do_not_specialize=[
+    "num_tokens", "num_rows", "num_kv_heads", "table_width", "num_splits", "num_workers", "path_width",
+])  # fmt: skip
 def _attend_splits(  # type: ignore[no-untyped-def]
     query, keys, values, starts, lengths, slots, table, sinks, forks, paths, out, peaks, weights, mixes, arrivals,
     scaling, query_token_stride, query_head_stride,
-    num_tokens, num_rows, num_kv_heads, table_width, num_splits, num_workers,
+    num_tokens, num_rows, num_kv_heads, table_width, num_splits, num_workers, path_width,
     IS_SHARED: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, KEY_SIZE: tl.constexpr, PADDED_KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr, PADDED_VALUE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, PATH: tl.constexpr, JOINED_AT_ONCE: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_PATHS: tl.constexpr, JOINED_AT_ONCE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One block of a row's tokens, with the query heads of one key/value head, over every num_workers-th split."""
     await_inputs(OVERLAPS)
@@ -233,10 +236,10 @@ def _attend_splits(  # type: ignore[no-untyped-def]
             end_page = tl.minimum((split + 1) * (SPLIT_TOKENS // PAGE_TOKENS), last_position // PAGE_TOKENS + 1)
             for page in range(first_page, end_page):
                 key_position_C = page * PAGE_TOKENS + index_C
-                if PATH:  # rows of one token: from the fork on, its keys lie along its path
+                if HAS_PATHS:  # rows of one token: from the fork on, its keys lie along its path
                     ahead_C = key_position_C - tl.load(forks + row)
                     is_ahead_C = (ahead_C >= 0) & (key_position_C < length)
-                    stored_C = tl.load(paths + row * PATH + ahead_C, mask=is_ahead_C, other=0)
+                    stored_C = tl.load(paths + row * path_width + ahead_C, mask=is_ahead_C, other=0)
                     stored_C = tl.where(is_ahead_C, stored_C, key_position_C)
                     page_C = tl.load(line + stored_C // PAGE_TOKENS).to(tl.int64)
                     place_C = (page_C * num_kv_heads + kv_head) * PAGE_TOKENS + stored_C % PAGE_TOKENS

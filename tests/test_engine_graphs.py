@@ -62,6 +62,13 @@ def test_only_the_first_of_a_kind_runs_without_a_graph(pool: Pool) -> None:
     assert not pool.is_prepared(launch(24)) and pool.is_prepared(launch(16))
 
 
+def test_none_of_a_kind_that_has_run_before_does(pool: Pool) -> None:
+    pool.note_run(launch(8).kind)
+    assert run(pool, launch(16), launch(16, with_drafts=True)) == [launch(16, with_drafts=True)]
+    pool.clear()
+    assert run(pool, launch(16)) == [launch(16)], "memory it was to find is gone"
+
+
 def test_prompts_get_a_graph_when_they_come_again(pool: Pool) -> None:
     run(pool, launch(8))
     assert run(pool, launch(64, 8), launch(64, 8)) == [launch(64, 8)] and pool.captured[1:] == [launch(64, 8)]

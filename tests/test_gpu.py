@@ -268,6 +268,19 @@ def test_training_the_drafter_beside_decoding_changes_no_token() -> None:
     assert 0 < trainer.take_metrics()["drafter/loss"] < 100
 
 
+def test_once_kernels_are_loaded_graphs_are_made_without_waiting_for_the_gpu() -> None:
+    engine, _ = drafting_engine()
+    engine.load_kernels()
+    engine.submit(GROUPS[0])
+    engine.step()  # the prompt
+    torch.cuda.synchronize()
+    num_graphs, done = engine.facts().num_graphs, torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    done.record()
+    engine.step()
+    assert not done.query() and engine.facts().num_graphs > num_graphs
+
+
 def test_graphs_of_growing_sizes_take_what_the_largest_takes() -> None:
     pool = GraphPool(budget_bytes=1 << 40)
     sizes = [num << 22 for num in range(1, 9)]  # of numbers: up to 128 MiB

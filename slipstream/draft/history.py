@@ -109,6 +109,10 @@ class HistoryDrafter:
         self.hits_S, self.tries_S = (line.view(torch.float32) for line in lines[5:])
         self.window_S.fill_(widths.START_WIDTH)
 
+    @property
+    def has_model(self) -> bool:
+        return self.guesser is not None
+
     def attach(self, target: PreTrainedModel, pages: KVPages, max_length: int) -> None:
         if self.guesser is not None:
             self.guesser.attach(target, pages, max_length)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from slipstream.engine.strategy import Strategy, size_of
 
-MAKING_S = 0.03
+MAKING_S = 0.04
 """So much work the GPU should have when a graph, or two, are made."""
-FEWEST, MOST = 4, 48
+FEWEST, MOST = 4, 64
 """Steps launched before that."""
 
 

@@ -24,6 +24,11 @@ from slipstream.types import Request
 class Drafter(Protocol):
     max_drafts: int
     """Of one sequence in one step."""
+
+    @property
+    def has_model(self) -> bool:
+        """Whether there is one that has to be told what is said."""
+
     num_unserved: int
     """Groups so far that it had no room for: they are sampled without drafts."""
     spent_s: float

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from slipstream.engine.ahead import Ahead
 from slipstream.engine.batcher import Batcher
 from slipstream.engine.drafting import Drafter
+from slipstream.engine.first_runs import first_runs
 from slipstream.engine.fitting import coarsely, fitted, padded
 from slipstream.engine.graphs import GraphPool
 from slipstream.engine.packing import Launch, launches_of, padded_launches_of
@@ -138,6 +139,21 @@ class Engine:
         self._prefill_tokens = self._num_forwards = 0
         self._draft_counts = DraftCounts()
         self._forward_s = self._prefill_s = 0.0
+
+    @torch.inference_mode()
+    def load_kernels(self) -> None:
+        """Run all kinds of steps once, while there is nothing to do (`first_runs.py`). Nothing depends on it but time:
+        on a machine that never did it some seconds, later less than one."""
+        assert not self.has_work, "kernels are loaded by steps of no sequence"
+        strategies = (OFF,) if self.policy is None else self.policy.strategies
+        has_model = self.drafter is not None and self.drafter.has_model
+        sizes = {"num_slots": self._state.num_slots, "max_tokens": self._batcher.max_step_tokens}
+        for launch in first_runs(strategies, has_model=has_model, **sizes):
+            self._perform(launch, self._limits(launch))
+            if self._graphs is not None:
+                self._graphs.note_run(launch.kind)
+        trash = torch.tensor([self._pages.trash_page], device=self.device)
+        self._pages.copy(trash, trash)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """One group of requests that share a prompt; ValueError if it cannot fit."""
@@ -328,7 +344,7 @@ class Engine:
         was_prepared = self._run_step(plan, drafts)
         if self.policy is not None and plan.num_drafts and self._stalled_s > stalled_s:
             self.policy.observe_preparing(drafts.batch, self._stalled_s - stalled_s, drafts.is_matching)
-        self._unread.append(self._request_report(plan, drafts, was_prepared))
+        self._unread.append(Launched(plan, drafts, was_prepared, self._version.number, *self._state.request_report()))
         self._num_forwards += 1
         self._prefill_tokens += plan.num_prefilled
 
@@ -401,16 +417,6 @@ class Engine:
         if self.drafter is not None:
             self.drafter.forget(uid)
         return partial
-
-    def _request_report(self, plan: StepPlan, drafts: StepDrafts, was_prepared: bool) -> Launched:
-        report, version = self._state.report, self._version.number
-        if self.device.type != "cuda":
-            return Launched(plan, drafts, was_prepared, version, report.clone(), time.perf_counter())
-        host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
-        host.copy_(report, non_blocking=True)
-        done = torch.cuda.Event(enable_timing=True)
-        done.record()
-        return Launched(plan, drafts, was_prepared, version, host, done)
 
     def _forget_launched(self, plan: StepPlan) -> None:
         """A launch failed half-way: what is running is computed again from the tokens that are known."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -36,6 +36,8 @@ class GraphPool:
         self.stalled_s = 0.0
         """Of these, by when the device had nothing left to do."""
         self._has_warned = False
+        self._kinds_run: set[Hashable] = set()
+        """Without a graph."""
         self._met: set[Launch] = set()
         self._graphs: dict[Launch, torch.cuda.CUDAGraph] = {}
         self._fitting = Fitting[Launch]()
@@ -76,9 +78,10 @@ class GraphPool:
             return
         started = time.perf_counter()
         is_worth_it = size in self._met or not size.has_prompts
-        must_run_first = not any(other.kind == size.kind for other in self._met)
+        must_run_first = size.kind not in self._kinds_run
         if must_run_first or not is_worth_it or self.is_spent:
             body()
+            self.note_run(size.kind)
         self._met.add(size)
         if is_worth_it and not self.is_spent:
             graph = self._capture(size, body)
@@ -95,6 +98,10 @@ class GraphPool:
         self.making_s += took_s
         self.stalled_s += 0.0 if self._is_busy() else took_s
 
+    def note_run(self, kind: Hashable) -> None:
+        """A launch of this kind has run without a graph."""
+        self._kinds_run.add(kind)
+
     def is_prepared(self, size: Launch) -> bool:
         """Whether a step in this size takes as long as the next one in this size will."""
         return size in self._graphs or (size in self._met and self.is_spent)
@@ -102,7 +109,8 @@ class GraphPool:
     def clear(self) -> None:
         """Forget every graph, because memory it reads or writes goes away."""
         self._graphs.clear()
-        self._met.clear()  # the memory is allocated anew by an eager run, never inside a graph
+        self._kinds_run.clear()  # the memory is allocated anew by an eager run, never inside a graph
+        self._met.clear()
         self._fitting.clear()
         self.num_bytes = 0
         self._memory = torch.cuda.graph_pool_handle()

@@ -20,6 +20,9 @@ from slipstream.engine.strategy import Feeding, StepDrafts
 from slipstream.models.cached import PackedRows
 from slipstream.rng import MASK32
 
+SAMPLED_SHARE = 4
+"""Of the tokens of a step with prompts, one in so many may be sampled after."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
@@ -104,9 +107,15 @@ def launches_of(plan: StepPlan, drafts: StepDrafts, *, min_tokens: int) -> list[
 
 
 def padded_launches_of(plan: StepPlan, drafts: StepDrafts, pad: Callable[[int], int], num_slots: int) -> list[Launch]:
-    """Of a step in one of the sizes that `pad` gives."""
+    """Of a step in one of the sizes that `pad` gives. Of those with prompts there are few, since their graphs are made
+    while the GPU has nothing else to do, as a rollout begins: they sample in more places than they need, and a learned
+    drafter gets all or nothing, both of which costs next to nothing beside prompts."""
     num_tokens, num_askers = pad(plan.num_tokens), min(pad(max(1, plan.num_rows)), num_slots)
-    num_samples = min(num_tokens, pad(max(1, len(plan.samplers) + plan.num_drafts)))
+    num_samples = max(1, len(plan.samplers) + plan.num_drafts)
+    if plan.num_prefilled:
+        num_samples = max(num_samples, min(num_tokens // SAMPLED_SHARE, num_slots))
+        drafts = replace(drafts, feeding=Feeding.ALL if drafts.feeding else Feeding.NOTHING)
+    num_samples = min(num_tokens, pad(num_samples))
     return _launches(plan, drafts, num_tokens, min(num_tokens, num_slots), num_samples, num_askers=num_askers)
 
 

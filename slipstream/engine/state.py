@@ -11,6 +11,7 @@ Axes: S slots and the trash slot, L tokens of a sequence, W pages of a slot, E s
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -90,6 +91,16 @@ class StepState:
         if name in _FLOATS:
             return view.view(torch.float32)
         return view if name in _FIELDS else view.view(self.num_slots + 1, width)
+
+    def request_report(self) -> tuple[Tensor, torch.cuda.Event | float]:
+        """Of the step launched last, as it will be; and when: an event of the GPU, or the time on a CPU."""
+        if not self.report.is_cuda:
+            return self.report.clone(), time.perf_counter()
+        host = torch.empty(self.report.shape, dtype=self.report.dtype, pin_memory=True)
+        host.copy_(self.report, non_blocking=True)
+        done = torch.cuda.Event(enable_timing=True)
+        done.record()
+        return host, done
 
     def limits_of(self, num_tokens: int, num_samples: int) -> Tensor:
         """On the device, one for each pair, made when it is first asked for, before a graph that holds it."""
@@ -188,7 +199,7 @@ class Launched:
     version: int
     report: Tensor
     done: torch.cuda.Event | float
-    """When the report is there: an event of the GPU, or the time on a CPU."""
+    """When the report is there."""
 
 
 def _float_bits(value: float) -> int:

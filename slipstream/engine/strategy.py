@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
@@ -89,6 +90,10 @@ def size_of(batch: int) -> int:
 
 
 class DraftPolicy(Protocol):
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        """All that it may choose."""
+
     def choose(self, batch: int, is_matching: bool = False) -> Strategy:
         """For a step of so many sequences, which were just found to repeat known texts, or not."""
 
@@ -113,6 +118,10 @@ class Always:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
+
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        return (self.strategy,)
 
     def choose(self, batch: int, is_matching: bool = False) -> Strategy:
         return self.strategy

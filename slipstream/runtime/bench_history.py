@@ -189,6 +189,8 @@ class Replay:
             drafter=drafter,
             policy=self._selector if drafts else None,
         )
+        if model.device.type == "cuda":
+            self._engine.load_kernels()
         self._batch = batch
 
     @staticmethod

@@ -48,7 +48,7 @@ def engine_around(
     settings = config.engine
     config = settle_source(config, device)
     drafts = config.draft.source != "off"
-    return Engine(
+    engine = Engine(
         served,
         max_sequences=settings.max_sequences,
         max_length=config.max_length,
@@ -58,6 +58,9 @@ def engine_around(
         policy=(selector or Selector(has_price=device.type == "cuda")) if drafts else None,
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)),
     )
+    if device.type == "cuda":
+        engine.load_kernels()
+    return engine
 
 
 def fit_memory(config: Config, model: PreTrainedModel, most_bytes: int | None) -> Config:

@@ -172,6 +172,8 @@ def _train_once(
         if reference is not None:
             trainer.reference = load_model(str(reference), dtype=torch.float32, device=device).eval()
         past = None if history is None else partial(past_texts, history)
+        if device.type == "cuda":
+            console.note("loading the engine's kernels; on a new machine they are compiled first, for some seconds")
         engine = build_engine(config, model, tokenizer, device, past, run.selector)
         run.prepare_drafter(checkpoint, warm)
         reason = run.loop(engine, history, grader, prompts, eval_sets, stop_ids)

@@ -1,0 +1,112 @@
+"""What an engine runs before its first sequence: every kind of step that it may launch later, and nothing changes."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from test_draft_history import MAX_LENGTH, NUM_SLOTS, drafter_with, generate, groups, tiny
+from test_draft_learned import rolled_out, sharp
+
+from slipstream.draft.learned import ModelGuesser
+from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES, TREE_ROWS
+from slipstream.engine.engine import Engine
+from slipstream.engine.first_runs import FEW, first_runs
+from slipstream.engine.fitting import coarsely, padded
+from slipstream.engine.packing import Launch, padded_launches_of
+from slipstream.engine.sequences import Samplers, StepPlan
+from slipstream.engine.strategy import OFF, Always, Feeding, StepDrafts, Strategy
+
+MAX_TOKENS = 2048
+DRAFTING = {"texts": DEFAULT_STRATEGIES, "model": MODEL_STRATEGIES, "both": MIXED_STRATEGIES, "none": (OFF,)}
+
+
+def plan_of(num_samplers: int, num_drafts: int, num_prefilled: int) -> StepPlan:
+    num_tokens = num_samplers + num_drafts + num_prefilled
+    samplers = Samplers(np.arange(num_samplers))
+    num_rows = num_samplers + (num_prefilled > 0)
+    return StepPlan(samplers=samplers, num_rows=num_rows, num_tokens=num_tokens, num_drafts=num_drafts)
+
+
+def launches(plan: StepPlan, strategy: Strategy, feeding: Feeding, num_slots: int) -> list[Launch]:
+    drafts = StepDrafts(len(plan.samplers), False, strategy, plan.num_drafts, feeding)
+    return padded_launches_of(plan, drafts, coarsely, num_slots)
+
+
+@pytest.mark.parametrize("num_slots", [1, 6, 64, 512, 3000])
+@pytest.mark.parametrize("source", DRAFTING)
+def test_whatever_is_launched_later_has_run(source: str, num_slots: int) -> None:
+    strategies, has_model = DRAFTING[source], source in ("model", "both")
+    ran = list(first_runs(strategies, has_model=has_model, num_slots=num_slots, max_tokens=MAX_TOKENS))
+    assert all(one.step is None or one.step.num_tokens <= MAX_TOKENS for one in ran)
+    kinds, num_tokens = {one.kind for one in ran}, {one.step.num_tokens for one in ran if one.step}
+    num_samples = {one.step.num_samples for one in ran if one.step}
+    dice = random.Random(num_slots)
+    for _ in range(300):
+        strategy, batch = dice.choice(strategies), dice.randint(1, min(num_slots, MAX_TOKENS))
+        if strategy.branches > 1:
+            batch = min(batch, TREE_ROWS)
+        num_drafts = min(int(dice.random() * strategy.drafts_each * batch), MAX_TOKENS - batch)
+        most = MAX_TOKENS - batch - num_drafts
+        # Beside prompts a tree's drafter makes chains, so deep as nobody else's: of no new kernel, and seldom.
+        num_prefilled = 0 if strategy.branches > 1 else dice.choice([0, 0, dice.randint(0, most), most])
+        plan = plan_of(batch, num_drafts, num_prefilled)
+        feeding = Feeding.ALL if strategy.depth else dice.choice([*Feeding] if has_model else [Feeding.NOTHING])
+        for launch in launches(plan, strategy, feeding, num_slots):
+            assert launch.kind in kinds, launch
+            if launch.step:
+                assert launch.step.num_tokens in num_tokens and launch.step.num_samples in num_samples
+
+
+def test_it_is_no_more_than_that() -> None:
+    ran = list(first_runs(MIXED_STRATEGIES, has_model=True, num_slots=512, max_tokens=MAX_TOKENS))
+    assert len(ran) < 60 and len({(one.kind, one.room) for one in ran}) > len(ran) - 8
+    assert FEW >= TREE_ROWS, "or trees would be new where they are first tried"
+    samples = [
+        one.step.num_samples
+        for one in first_runs((OFF,), has_model=False, num_slots=8, max_tokens=MAX_TOKENS)
+        if one.step
+    ]
+    assert max(samples) == 8, "logits of more would take memory that nothing else does"
+
+
+@pytest.mark.parametrize(
+    "way", [OFF, Strategy(4.0, 1), Strategy(4.0, 0, 4), Strategy(4.0, 2, 3), Strategy(8.0, 0, 3, 2)], ids=str
+)
+def test_nothing_is_sampled_and_nothing_depends_on_it(way: Strategy) -> None:
+    plain, _ = generate(groups(3, 4))
+    drafter = drafter_with(list(plain.values())[::2])
+    drafter.guesser = ModelGuesser(num_slots=NUM_SLOTS)
+    engine = Engine(tiny(), drafter=drafter, policy=Always(way), max_sequences=NUM_SLOTS, max_length=MAX_LENGTH)
+    drafter.guesser.write(sharp("eagle3", 3).state_dict().items())
+    engine.load_kernels()
+    facts = engine.facts()
+    assert facts.decode_tokens == facts.num_forwards == facts.prefill_tokens == 0 and not engine.has_work
+    assert engine.take_draft_counts().num_rows == 0
+    assert rolled_out(engine) == plain
+
+
+def test_an_engine_at_work_has_no_time_for_it() -> None:
+    engine = Engine(tiny(), max_sequences=NUM_SLOTS, max_length=MAX_LENGTH)
+    for requests in groups(1, 2):
+        engine.submit(requests)
+    with pytest.raises(AssertionError, match="no sequence"):
+        engine.load_kernels()
+
+
+def test_steps_with_prompts_come_in_few_sizes() -> None:
+    """A rollout of 512 begins: whatever has begun to decode meanwhile, and whatever a model is told."""
+    begun = [(24, 2024), (213, 1835), (256, 1792), (402, 1646)]
+    sizes = {
+        launch
+        for num_samplers, num_prefilled in begun
+        for feeding in (Feeding.KEYS, Feeding.ALL)
+        for launch in launches(plan_of(num_samplers, 0, num_prefilled), OFF, feeding, 512)
+    }
+    (only,) = sizes
+    assert only.step and only.step.num_samples == 512 and only.step.feeding == Feeding.ALL
+    (launch,) = launches(plan_of(24, 0, 2024), OFF, Feeding.NOTHING, 512)
+    assert launch.step and launch.step.feeding == Feeding.NOTHING
+    few = padded_launches_of(plan_of(3, 0, 400), StepDrafts(3, False, OFF, 0), padded, 4)[0].step
+    assert few and few.num_samples == 4 and few.num_tokens >= 403

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -96,6 +97,44 @@ def test_the_activation_kernel_equals_its_twin(activation: fused.Activation, dty
     gate_up[0, :6] = torch.tensor([-200.0, 200.0, -20.0, 20.0, 0.0, -1e-4], dtype=dtype)
     got = layers.act_mul(gate_up, activation)
     assert relative_error(got, fused.act_mul_plainly(gate_up, activation)) < DTYPES[dtype]
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_the_activation_on_a_cpu_is_what_torch_computes(activation: fused.Activation) -> None:
+    torch.manual_seed(0)
+    gate = torch.cat([torch.linspace(-60, 60, 100_001), torch.tensor([0.0, -1e-30, 1e30, -1e30, -100.0, 100.0])])
+    up = torch.randn_like(gate)
+    wide = gate.double()
+    act = torch.nn.functional.silu(wide) if activation == "silu" else torch.nn.functional.gelu(wide, approximate="tanh")
+    for num_rows in (1, 3):  # by one thread, and by all
+        got = cpu_layers.act_mul(torch.cat([gate, up]).repeat(num_rows, 1), activation)
+        error = (got.double() - act * up.double()).abs()
+        # Rounding an exponent of 20 is what most of it is; and torch's tanh near -1 has few digits left.
+        within = 5e-7 if activation == "silu" else 5e-6
+        assert (error <= within * (act * up.double()).abs() + 1e-14).all() and got.shape == (num_rows, len(gate))
+    broken = torch.tensor([[math.nan, 1.0, 1.0, 1.0], [1.0, 1.0, math.nan, 1.0]])
+    assert cpu_layers.act_mul(broken, activation).isnan().tolist() == [[True, False], [True, False]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("size", [352, 1536, 40_000])
+def test_an_activation_on_a_cpu_is_the_same_in_any_company(
+    size: int, activation: fused.Activation, dtype: torch.dtype
+) -> None:
+    """Whatever torch's threads make of it: rows of tiny, of SmolLM2, and of more numbers than one thread gets."""
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    gate_up = torch.randn(128, 2 * size).to(dtype)
+    kernels = fused.kernels_for(gate_up)
+    try:
+        for num_threads in (2, 3, 5):
+            torch.set_num_threads(num_threads)
+            alone = torch.cat([kernels.act_mul(row, activation) for row in gate_up.split(1)])
+            for num_rows in (16, 47, 93, 128):
+                assert torch.equal(kernels.act_mul(gate_up[:num_rows], activation), alone[:num_rows])
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

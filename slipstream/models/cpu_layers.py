@@ -6,7 +6,8 @@ what they compute; here a row is read and written once.
 Invariant: a row's bits do not depend on how many rows there are. Rows are computed one by one, in an order of additions
 that is fixed when the kernel is compiled.
 
-Axes: T packed tokens, N hidden size, H query heads, K key/value heads, D head size, R rotated part of a head.
+Axes: T packed tokens, N hidden size, I inner size of the MLP, J twice that, H query heads, K key/value
+heads, D head size, R rotated part of a head.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ from slipstream.models.cached import PackedRows
 from slipstream.models.rotary import Rotary
 
 if TYPE_CHECKING:
-    from slipstream.models.fused import Heads, Norm
+    from slipstream.models.fused import Activation, Heads, Norm
 
 _FAST = {"reassoc", "contract", "nsz"}
+_EXACT = {"contract", "nsz"}
+"""Where the order of additions is part of the method."""
+_LOG_2_HIGH = np.float32(0.693359375)
+_LOG_2_LOW = np.float32(math.log(2) - 0.693359375)
+"""The first has few digits, so that its multiples are exact."""
 _NONE = np.zeros(0, np.float32)
 SERIAL_NUMBERS = 1 << 15
 """Below this many numbers waking the other threads costs more than it saves."""
@@ -76,6 +82,14 @@ def norm_rope_write(
         values.numpy(),
     )
     return query
+
+
+def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """The activation of the first half of each row, times the second half."""
+    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    kernel: Any = _act_mul_serial if out.numel() < SERIAL_NUMBERS else _act_mul_parallel
+    kernel(_array(gate_up), activation == "silu", _array(out))
+    return out
 
 
 def _array(tensor: Tensor) -> np.ndarray:
@@ -187,7 +201,48 @@ def _norm_rope_write(  # type: ignore[no-untyped-def]
                 values_PKCD[page, head, offset, d] = qkv_TXD[t, num_query + num_key + head, d]
 
 
+@numba.njit(fastmath=_EXACT, cache=True, inline="always")
+def _exp(x):  # type: ignore[no-untyped-def]
+    """To 1 in 10 million; infinite from 88 on, and never less than 1e-38. By arithmetic alone, so that the compiler
+    computes many at once: 2^n times a polynomial of what is left, which is at most log(2) / 2."""
+    too_large = x > np.float32(88.0)
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x
+    x = np.float32(88.0) if too_large else x
+    n = np.float32(np.rint(x * np.float32(math.log2(math.e))))
+    x = x - n * _LOG_2_HIGH - n * _LOG_2_LOW
+    sum_ = np.float32(1 / 5040)
+    sum_ = sum_ * x + np.float32(1 / 720)
+    sum_ = sum_ * x + np.float32(1 / 120)
+    sum_ = sum_ * x + np.float32(1 / 24)
+    sum_ = sum_ * x + np.float32(1 / 6)
+    sum_ = sum_ * x + np.float32(1 / 2)
+    sum_ = sum_ * x * x + x + np.float32(1)
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23))
+    return np.float32(np.inf) if too_large else sum_ * power.view(np.float32)
+
+
+@numba.njit(fastmath=_EXACT, cache=True, inline="always")
+def _act_mul_row(gate_I, up_I, silu, out_I):  # type: ignore[no-untyped-def]
+    one, cubic, slope = np.float32(1), np.float32(0.044715), np.float32(-2 * math.sqrt(2 / math.pi))
+    if silu:
+        for i in range(out_I.shape[0]):
+            out_I[i] = gate_I[i] / (one + _exp(-gate_I[i])) * up_I[i]
+    else:  # x (1 + tanh u) / 2 = x / (1 + exp(-2u))
+        for i in range(out_I.shape[0]):
+            exponent = slope * gate_I[i] * (one + cubic * gate_I[i] * gate_I[i])
+            out_I[i] = gate_I[i] / (one + _exp(exponent)) * up_I[i]
+
+
+def _act_mul(gate_up_TJ, silu, out_TI):  # type: ignore[no-untyped-def]
+    size = out_TI.shape[1]
+    for t in numba.prange(out_TI.shape[0]):
+        _act_mul_row(gate_up_TJ[t, :size], gate_up_TJ[t, size:], silu, out_TI[t])
+
+
 _add_norm_serial = numba.njit(fastmath=_FAST, cache=True)(_add_norm)
 _add_norm_parallel = numba.njit(fastmath=_FAST, cache=True, parallel=True)(_add_norm)
 _norm_rope_write_serial = numba.njit(fastmath=_FAST, cache=True)(_norm_rope_write)
 _norm_rope_write_parallel = numba.njit(fastmath=_FAST, cache=True, parallel=True)(_norm_rope_write)
+# A division that may raise an error, as Python's, is computed one at a time.
+_act_mul_serial = numba.njit(fastmath=_EXACT, cache=True, error_model="numpy")(_act_mul)
+_act_mul_parallel = numba.njit(fastmath=_EXACT, cache=True, error_model="numpy", parallel=True)(_act_mul)

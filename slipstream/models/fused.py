@@ -10,13 +10,13 @@ part of a head.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
 
 from slipstream.models import cpu_layers
 from slipstream.models.attention import AttentionForm, current_attention
@@ -81,8 +81,16 @@ def add_norm_plainly(
 
 
 def act_mul_plainly(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Not by torch's own activations: threads share these out, cut anywhere, and on a CPU the last numbers before a cut
+    are computed by other instructions, which round otherwise. So a row would be another in other company."""
     gate, up = gate_up.chunk(2, -1)
-    return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
+    wide = gate.float()
+    if activation == "silu":
+        exponent = -wide
+    else:  # x (1 + tanh u) / 2 = x / (1 + exp(-2u))
+        exponent = wide.square().mul_(0.044715).add_(1.0).mul_(wide).mul_(-2.0 * math.sqrt(2.0 / math.pi))
+    below = exponent.exp_().add_(1.0)
+    return torch.div(wide, below, out=below).to(gate.dtype) * up
 
 
 def _normalise_heads(x_THD: Tensor, norm: Norm) -> Tensor:
@@ -113,13 +121,10 @@ def kernels_for(x: Tensor) -> Any:
         from slipstream.models import triton_layers
 
         return triton_layers
-    return _CPU if x.device.type == "cpu" and x.dtype == torch.float32 else _PLAIN
+    return cpu_layers if x.device.type == "cpu" and x.dtype == torch.float32 else _PLAIN
 
 
 _PLAIN = SimpleNamespace(add_norm=add_norm_plainly, act_mul=act_mul_plainly, norm_rope_write=None)
-_CPU = SimpleNamespace(
-    add_norm=cpu_layers.add_norm, act_mul=act_mul_plainly, norm_rope_write=cpu_layers.norm_rope_write
-)
 
 
 class Handover:

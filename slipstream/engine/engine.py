@@ -122,6 +122,7 @@ class Engine:
         )
         assert (drafter is None) == (policy is None), "a drafter needs a policy, and a policy a drafter"
         self.drafter, self.policy = drafter, policy
+        self._has_model = drafter is not None and drafter.has_model
         if drafter is not None:
             drafter.attach(model, self._pages, max_length)
         self._demand, self._are_matching, self._feeding = Demand(), False, Feeding.NOTHING
@@ -141,14 +142,14 @@ class Engine:
         self._forward_s = self._prefill_s = 0.0
 
     @torch.inference_mode()
-    def load_kernels(self) -> None:
-        """Run all kinds of steps once, while there is nothing to do (`first_runs.py`). Nothing depends on it but time:
-        on a machine that never did it some seconds, later less than one."""
-        assert not self.has_work, "kernels are loaded by steps of no sequence"
+    def load_kernels(self, *, with_cuts: bool = False) -> None:
+        """Run all kinds of steps once, before any other (`first_runs.py`). Nothing depends on it but time: on a machine
+        that never did it some seconds, later about one. `with_cuts`: requests will have top-k, top-p or min-p."""
+        is_new = not self._num_forwards and not self.has_work and self._storage_bytes is None
+        assert is_new, "kernels are loaded before anything else is done"
         strategies = (OFF,) if self.policy is None else self.policy.strategies
-        has_model = self.drafter is not None and self.drafter.has_model
         sizes = {"num_slots": self._state.num_slots, "max_tokens": self._batcher.max_step_tokens}
-        for launch in first_runs(strategies, has_model=has_model, **sizes):
+        for launch in first_runs(strategies, has_model=self._has_model, with_cuts=with_cuts, **sizes):
             self._perform(launch, self._limits(launch))
             if self._graphs is not None:
                 self._graphs.note_run(launch.kind)
@@ -317,7 +318,7 @@ class Engine:
         strategy = self._ahead.way(batch, chosen, best)
         if strategy.depth:
             self._feeding = Feeding.ALL
-        elif policy is not None and not is_matching:
+        elif policy is not None and self._has_model and not is_matching:
             # Who was asked before a stretch of repeated text is asked after it, which may be any moment.
             self._feeding = policy.feed(batch)
         return StepDrafts(batch, is_matching, strategy, self._demand.room(strategy, batch), self._feeding)

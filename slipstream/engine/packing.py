@@ -20,8 +20,8 @@ from slipstream.engine.strategy import Feeding, StepDrafts
 from slipstream.models.cached import PackedRows
 from slipstream.rng import MASK32
 
-SAMPLED_SHARE = 4
-"""Of the tokens of a step with prompts, one in so many may be sampled after."""
+SAMPLED_SHARE = 8
+"""A step with prompts has room for a sample in so many tokens at least, if there are so many slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +109,14 @@ def launches_of(plan: StepPlan, drafts: StepDrafts, *, min_tokens: int) -> list[
 def padded_launches_of(plan: StepPlan, drafts: StepDrafts, pad: Callable[[int], int], num_slots: int) -> list[Launch]:
     """Of a step in one of the sizes that `pad` gives. Of those with prompts there are few, since their graphs are made
     while the GPU has nothing else to do, as a rollout begins: they sample in more places than they need, and a learned
-    drafter gets all or nothing, both of which costs next to nothing beside prompts."""
+    drafter gets all or nothing, both of which costs some per cent of them."""
     num_tokens, num_askers = pad(plan.num_tokens), min(pad(max(1, plan.num_rows)), num_slots)
     num_samples = max(1, len(plan.samplers) + plan.num_drafts)
     if plan.num_prefilled:
         num_samples = max(num_samples, min(num_tokens // SAMPLED_SHARE, num_slots))
-        drafts = replace(drafts, feeding=Feeding.ALL if drafts.feeding else Feeding.NOTHING)
     num_samples = min(num_tokens, pad(num_samples))
+    if num_tokens > num_samples and drafts.feeding:
+        drafts = replace(drafts, feeding=Feeding.ALL)
     return _launches(plan, drafts, num_tokens, min(num_tokens, num_slots), num_samples, num_askers=num_askers)
 
 

@@ -203,7 +203,7 @@ def _norm_rope_write(  # type: ignore[no-untyped-def]
 
 @numba.njit(fastmath=_EXACT, cache=True, inline="always")
 def _exp(x):  # type: ignore[no-untyped-def]
-    """To 1 in 10 million; infinite from 88 on, and never less than 1e-38. By arithmetic alone, so that the compiler
+    """To 1 in 10 million; infinite beyond 88, and never less than 1e-38. By arithmetic alone, so that the compiler
     computes many at once: 2^n times a polynomial of what is left, which is at most log(2) / 2."""
     too_large = x > np.float32(88.0)
     x = np.float32(-87.0) if x < np.float32(-87.0) else x

@@ -16,6 +16,7 @@ from slipstream.models.precision import resolve_precision
 from slipstream.models.weights import cast_weights
 from slipstream.runtime.drafting import build_drafter, learns, settle_source
 from slipstream.runtime.placement import TRAINER_BYTES, USABLE, kv_tokens_in
+from slipstream.types import SamplingParams
 
 WORKSPACE_BYTES = 1 << 30
 """Of a process on a GPU, beside weights, keys and values and graphs."""
@@ -59,7 +60,7 @@ def engine_around(
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)),
     )
     if device.type == "cuda":
-        engine.load_kernels()
+        engine.load_kernels(with_cuts=SamplingParams(**config.sampling.model_dump()).cuts_tail)
     return engine
 
 

@@ -49,8 +49,10 @@ def run_step(
     step = pack_now(state, sizes)
     tree = trees.branch(state, step, sizes.tree_depth) if sizes.tree_depth else None
     rows, sampling = (tree.rows, tree.sampling) if tree is not None else (step.rows, step.sampling)
-    logits_NV = row_logits(model, step.ids_T, pages, rows, step.sampled_at_N)
-    tokens_N, logprobs_N = sample_rows(logits_NV, sampling, with_cuts=sizes.with_cuts)
+    # Nothing holds the logits, most of a graph's memory, beyond this line.
+    tokens_N, logprobs_N = sample_rows(
+        row_logits(model, step.ids_T, pages, rows, step.sampled_at_N), sampling, with_cuts=sizes.with_cuts
+    )
     kept = None
     if tree is None:
         commit_now(state, step, tokens_N, logprobs_N)

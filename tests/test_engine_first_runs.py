@@ -12,9 +12,9 @@ from test_draft_history import MAX_LENGTH, NUM_SLOTS, drafter_with, generate, gr
 from test_draft_learned import rolled_out, sharp
 
 from slipstream.draft.learned import ModelGuesser
-from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES, TREE_ROWS
+from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES, Selector
 from slipstream.engine.engine import Engine
-from slipstream.engine.first_runs import FEW, first_runs
+from slipstream.engine.first_runs import first_runs
 from slipstream.engine.fitting import coarsely, padded
 from slipstream.engine.packing import Launch, padded_launches_of
 from slipstream.engine.sequences import Samplers, StepPlan
@@ -40,17 +40,16 @@ def launches(plan: StepPlan, strategy: Strategy, feeding: Feeding, num_slots: in
 @pytest.mark.parametrize("source", DRAFTING)
 @pytest.mark.parametrize("with_cuts", [False, True])
 def test_whatever_is_launched_later_has_run(source: str, num_slots: int, with_cuts: bool) -> None:
-    strategies, has_model = DRAFTING[source], source in ("model", "both")
+    ways, has_model = Selector(DRAFTING[source]).ways, source in ("model", "both")
     sizes = {"num_slots": num_slots, "max_tokens": MAX_TOKENS}
-    ran = list(first_runs(strategies, has_model=has_model, with_cuts=with_cuts, **sizes))
+    ran = list(first_runs(ways, has_model=has_model, with_cuts=with_cuts, **sizes))
     assert all(one.step is None or one.step.num_tokens <= MAX_TOKENS for one in ran)
     kinds, num_tokens = {one.kind for one in ran}, {one.step.num_tokens for one in ran if one.step}
     num_samples = {one.step.num_samples for one in ran if one.step}
     dice = random.Random(num_slots)
     for _ in range(300):
-        strategy, batch = dice.choice(strategies), dice.randint(1, min(num_slots, MAX_TOKENS))
-        if strategy.branches > 1:
-            batch = min(batch, TREE_ROWS)
+        batch = dice.choice([dice.randint(1, min(num_slots, MAX_TOKENS)), dice.randint(1, min(num_slots, 32))])
+        strategy = dice.choice(ways(batch))
         num_drafts = min(int(dice.random() * strategy.drafts_each * batch), MAX_TOKENS - batch)
         most = MAX_TOKENS - batch - num_drafts
         # Beside prompts a tree's drafter makes chains, so deep as nobody else's: of no new kernel, and seldom.
@@ -64,14 +63,13 @@ def test_whatever_is_launched_later_has_run(source: str, num_slots: int, with_cu
 
 
 def test_it_is_no_more_than_that() -> None:
-    sizes = {"max_tokens": MAX_TOKENS, "with_cuts": False}
-    ran = list(first_runs(MIXED_STRATEGIES, has_model=True, num_slots=512, **sizes))
+    ways, sizes = Selector(MIXED_STRATEGIES).ways, {"max_tokens": MAX_TOKENS, "with_cuts": False}
+    ran = list(first_runs(ways, has_model=True, num_slots=512, **sizes))
     assert len(ran) < 75 and len({(one.kind, one.room) for one in ran}) > 0.8 * len(ran)
-    assert FEW >= TREE_ROWS, "or trees would be new where they are first tried"
-    few = first_runs((OFF,), has_model=False, num_slots=8, **sizes)
-    assert max(one.step.num_samples for one in few if one.step) == 8, (
-        "logits of more take memory that nothing else does"
-    )
+    # Logits of more would take memory that nothing else does.
+    for policy, num_slots, most in ((Always(OFF), 8, 8), (Selector(MIXED_STRATEGIES), 64, 768)):
+        few = first_runs(policy.ways, has_model=False, num_slots=num_slots, **sizes)
+        assert max(one.step.num_samples for one in few if one.step) == most
 
 
 @pytest.mark.parametrize(

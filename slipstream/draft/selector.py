@@ -352,17 +352,23 @@ class Selector:
                 bucket.begin_as(self._bucket(size))
         return self._buckets[size, is_matching]
 
+    def ways(self, batch: int) -> list[Strategy]:
+        """All that may be chosen for so many sequences."""
+        size = size_of(batch)
+        return [
+            way
+            for way in self.strategies
+            if size <= (TREE_ROWS if way.branches > 1 else FEW_ROWS)
+            or (way.drafts_each <= MANY_DRAFTS and way.branches == 1)
+        ]
+
     def _new_bucket(self, size: int, is_matching: bool) -> Bucket:
         ways = [
             way
-            for way in self.strategies
-            if (
-                size <= (TREE_ROWS if way.branches > 1 else FEW_ROWS)
-                or (way.drafts_each <= MANY_DRAFTS and way.branches == 1)
-            )
+            for way in self.ways(size)
             # Fewer drafts would not show that a stretch goes on; where texts are repeated nobody looks for others, and
             # one who repeats a text alone has no use for a model.
-            and not (is_matching and 0 < way.drafts_each < MATCHING)
+            if not (is_matching and 0 < way.drafts_each < MATCHING)
             and not (is_matching and (way.branches > 1 or (size == 1 and way.depth)))
         ]
         window = WINDOW_ALONE if size == 1 else max(WINDOW, WINDOW_ROWS // size)

@@ -38,6 +38,7 @@ from slipstream.engine.step import draft_step, run_step
 from slipstream.engine.stopping import Decode, StopTexts
 from slipstream.engine.strategy import (
     OFF,
+    Always,
     Demand,
     DraftCounts,
     DraftPolicy,
@@ -147,9 +148,9 @@ class Engine:
         that never did it some seconds, later about one. `with_cuts`: requests will have top-k, top-p or min-p."""
         is_new = not self._num_forwards and not self.has_work and self._storage_bytes is None
         assert is_new, "kernels are loaded before anything else is done"
-        strategies = (OFF,) if self.policy is None else self.policy.strategies
+        ways = Always(OFF).ways if self.policy is None else self.policy.ways
         sizes = {"num_slots": self._state.num_slots, "max_tokens": self._batcher.max_step_tokens}
-        for launch in first_runs(strategies, has_model=self._has_model, with_cuts=with_cuts, **sizes):
+        for launch in first_runs(ways, has_model=self._has_model, with_cuts=with_cuts, **sizes):
             self._perform(launch, self._limits(launch))
             if self._graphs is not None:
                 self._graphs.note_run(launch.kind)

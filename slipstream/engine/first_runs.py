@@ -7,7 +7,7 @@ GPU has nothing left to do. So a graph that is made behind steps under way (`ahe
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -18,32 +18,31 @@ from slipstream.engine.sequences import Samplers, StepPlan
 from slipstream.engine.strategy import OFF, Feeding, StepDrafts, Strategy
 
 FEW = 8
-"""Sequences that are few, for kernels that differ in this; and the most that have trees."""
+"""Sequences that are few, for kernels that differ in this."""
 
 
 def first_runs(
-    strategies: Sequence[Strategy], *, has_model: bool, with_cuts: bool, num_slots: int, max_tokens: int
+    ways: Callable[[int], Sequence[Strategy]], *, has_model: bool, with_cuts: bool, num_slots: int, max_tokens: int
 ) -> Iterator[Launch]:
     """Steps of every size that has a graph at first, since matrix products have kernels for some sizes; every kind of
-    step, with few sequences and with all. `has_model`: whether a learned drafter gets anything. `with_cuts`: whether
-    requests have top-k, top-p or min-p.
+    step, with one sequence, with few and with all. `ways`: that steps of so many sequences may have. `has_model`:
+    whether a learned drafter gets anything. `with_cuts`: whether requests have top-k, top-p or min-p.
 
     But for the chains that a tree's drafter makes beside prompts: they are seldom, and have kernels of others."""
     feedings = tuple(Feeding) if has_model else (Feeding.NOTHING,)
-    most_samples = coarsely(math.ceil(num_slots * (1 + max(one.drafts_each for one in strategies))))
+    most = min(num_slots, max_tokens)
+    batches = {most, *(1 << power for power in range(most.bit_length()))}
+    most_samples = coarsely(max(math.ceil(one * (1 + way.drafts_each)) for one in batches for way in (OFF, *ways(one))))
     for num_tokens in sorted({coarsely(count) for count in range(1, max_tokens + 1)}):
         num_rows, num_samples = min(num_tokens, num_slots), min(num_tokens, most_samples)
         yield Launch(None, StepSizes(num_tokens, num_rows, num_samples, False, with_cuts, feeding=feedings[-1]))
-    few = min(FEW, num_slots)
-    for of_trees, batches in ((False, {few, min(num_slots, max_tokens)}), (True, {1, few})):
-        ways = [way for way in (OFF, *strategies) if (way.branches > 1) == of_trees]
-        for batch in sorted(batches):
-            met = set[Hashable]()
-            for way, feeding in product(ways, feedings):
-                for launch in _launches(way, feeding, batch, max_tokens, num_slots, with_cuts):
-                    if launch.kind not in met and (feeding == Feeding.ALL or not way.depth):
-                        met.add(launch.kind)
-                        yield launch
+    for batch in sorted({1, min(FEW, most), most}):
+        met = set[Hashable]()
+        for way, feeding in product((OFF, *ways(batch)), feedings):
+            for launch in _launches(way, feeding, batch, max_tokens, num_slots, with_cuts):
+                if launch.kind not in met and (feeding == Feeding.ALL or not way.depth):
+                    met.add(launch.kind)
+                    yield launch
 
 
 def _launches(

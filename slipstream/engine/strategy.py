@@ -90,9 +90,8 @@ def size_of(batch: int) -> int:
 
 
 class DraftPolicy(Protocol):
-    @property
-    def strategies(self) -> Sequence[Strategy]:
-        """All that it may choose."""
+    def ways(self, batch: int) -> Sequence[Strategy]:
+        """All that it may choose for so many sequences."""
 
     def choose(self, batch: int, is_matching: bool = False) -> Strategy:
         """For a step of so many sequences, which were just found to repeat known texts, or not."""
@@ -119,8 +118,7 @@ class Always:
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
 
-    @property
-    def strategies(self) -> Sequence[Strategy]:
+    def ways(self, batch: int) -> Sequence[Strategy]:
         return (self.strategy,)
 
     def choose(self, batch: int, is_matching: bool = False) -> Strategy:

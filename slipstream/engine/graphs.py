@@ -1,8 +1,8 @@
 """CUDA graphs of the step, one for each size, captured when a step is first to run in it.
 
 Steps with prompts come in many sizes, most of which are met once: these run eagerly the first time, which takes as long
-as a capture. So does the first step of each kind, before its capture, since what is allocated once must not be
-allocated by a graph.
+as a capture. So does the first step of each kind, before its capture, unless one has run before all others
+(`first_runs.py`): what is allocated once must not be allocated by a graph.
 Which sizes steps run in is decided in `fitting.py`. All graphs share one memory pool, which grows in place, so the
 largest decides what they take. Past the budget, new sizes go on eagerly, and a warning says so.
 """

@@ -109,7 +109,7 @@ def launches_of(plan: StepPlan, drafts: StepDrafts, *, min_tokens: int) -> list[
 def padded_launches_of(plan: StepPlan, drafts: StepDrafts, pad: Callable[[int], int], num_slots: int) -> list[Launch]:
     """Of a step in one of the sizes that `pad` gives. Of those with prompts there are few, since their graphs are made
     while the GPU has nothing else to do, as a rollout begins: they sample in more places than they need, and a learned
-    drafter gets all or nothing, both of which costs some per cent of them."""
+    drafter gets all or nothing, both of which cost some per cent of them."""
     num_tokens, num_askers = pad(plan.num_tokens), min(pad(max(1, plan.num_rows)), num_slots)
     num_samples = max(1, len(plan.samplers) + plan.num_drafts)
     if plan.num_prefilled:

@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# Where Python is told to keep nothing it has compiled, every process would compile torch anew: 25 s each.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test lint types unit check clean
 

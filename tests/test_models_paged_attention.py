@@ -50,6 +50,8 @@ FORMS = {
     "sinks": AttentionForm(0.2, sinks_H=torch.linspace(-2, 3, 6, device=DEVICE)),
     "all": AttentionForm(0.2, 40, 1.5, torch.linspace(-2, 3, 6, device=DEVICE)),
 }
+QUICK_FORMS = ("plain", "narrow window", "all")
+"""What the others have, the last has too."""
 attend_in_short_splits = partial(attend_paged, split_tokens=SPLIT_TOKENS)
 
 
@@ -151,7 +153,13 @@ def test_every_form_equals_the_plain_twin(form: AttentionForm) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, id=name, marks=() if DEVICE.type == "cuda" or name in QUICK_FORMS else pytest.mark.slow)
+        for name, form in FORMS.items()
+    ],
+)
 def test_decode_verify_and_chunked_prefill_agree_in_every_bit(form: AttentionForm) -> None:
     """And with every batch: other rows, padding tokens, empty rows, a wider table, other workers."""
     assert_pieces_agree(form, torch.float32, 6, 1, 32, count=10, length=70, num_decoded=2)

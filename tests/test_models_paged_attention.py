@@ -37,11 +37,9 @@ LAYOUTS = [
     (24, 2, 64),
     (33, 1, 16),
 ]
-QUICK_LAYOUTS = [
-    layout if DEVICE.type == "cuda" or layout[1] < 8 else pytest.param(*layout, marks=pytest.mark.slow)
-    for layout in LAYOUTS
-]
-"""Triton's interpreter takes seconds for each with many heads."""
+SLOW = () if DEVICE.type == "cuda" else pytest.mark.slow
+"""What Triton's interpreter takes seconds for."""
+QUICK_LAYOUTS = [pytest.param(*layout, marks=SLOW if layout[1] >= 8 else ()) for layout in LAYOUTS]
 FORMS = {
     "plain": AttentionForm(0.2),
     "window": AttentionForm(0.2, sliding_window=21),
@@ -50,7 +48,10 @@ FORMS = {
     "sinks": AttentionForm(0.2, sinks_H=torch.linspace(-2, 3, 6, device=DEVICE)),
     "all": AttentionForm(0.2, 40, 1.5, torch.linspace(-2, 3, 6, device=DEVICE)),
 }
-QUICK_FORMS = ("plain", "narrow window", "all")
+QUICK_FORMS = [
+    pytest.param(form, id=name, marks=() if name in ("plain", "narrow window", "all") else SLOW)
+    for name, form in FORMS.items()
+]
 """What the others have, the last has too."""
 attend_in_short_splits = partial(attend_paged, split_tokens=SPLIT_TOKENS)
 
@@ -153,13 +154,7 @@ def test_every_form_equals_the_plain_twin(form: AttentionForm) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(form, id=name, marks=() if DEVICE.type == "cuda" or name in QUICK_FORMS else pytest.mark.slow)
-        for name, form in FORMS.items()
-    ],
-)
+@pytest.mark.parametrize("form", QUICK_FORMS)
 def test_decode_verify_and_chunked_prefill_agree_in_every_bit(form: AttentionForm) -> None:
     """And with every batch: other rows, padding tokens, empty rows, a wider table, other workers."""
     assert_pieces_agree(form, torch.float32, 6, 1, 32, count=10, length=70, num_decoded=2)

@@ -75,6 +75,7 @@ class Bench:
         self.slots: dict[int, DeviceSlot] = {}
         self.tables: dict[int, dict[int, int]] = {}
         self.allotted: dict[int, int] = {}
+        self.behind: dict[int, int] = {}
         self.unread: deque[tuple[StepPlan, dict[int, list[int]], int]] = deque()
         self.alive: dict[str, Request] = {}
         self.away: list[PartialRollout] = []
@@ -128,6 +129,9 @@ class Bench:
         assert len({(slot, index) for slot, index, _ in plan.pages}) == len(plan.pages), "an order no device keeps"
         for slot, index, page in plan.pages:
             self.tables.setdefault(slot, {})[index] = page
+        self.behind.update(plan.behind.tolist())
+        known = self.batcher._table["is_behind"].tolist()
+        assert known == [self.behind.get(slot, 0) for slot in range(len(known))], "the device knows otherwise"
         self.allotted |= dict(plan.allotments.tolist())
 
     def run(self, plan: StepPlan) -> dict[int, list[int]]:

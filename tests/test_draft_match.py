@@ -143,17 +143,19 @@ def test_widths_by_hand() -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 32), st.integers(2, 32), st.floats(0, 50), st.floats(0, 20)), min_size=1, max_size=9
+        st.tuples(st.integers(0, 32), st.integers(2, 32), st.floats(0, 50), st.floats(0, 20), st.integers(0, 1)),
+        min_size=1,
+        max_size=9,
     ),
     st.integers(0, 150),
     st.sampled_from(["aimd", "odds"]),
 )
 def test_no_more_drafts_are_given_than_fit_and_than_were_found(
-    rows: list[tuple[int, int, float, float]], room: int, rule: widths.Rule
+    rows: list[tuple[int, int, float, float, int]], room: int, rule: widths.Rule
 ) -> None:
-    found, window = (torch.tensor([row[index] for row in rows]) for index in (0, 1))
+    found, window, behind = (torch.tensor([row[index] for row in rows]) for index in (0, 1, 4))
     hits = torch.tensor([row[2] for row in rows])
-    caps = widths.caps(rule, window, hits, hits + torch.tensor([row[3] for row in rows]))
+    caps = widths.caps(rule, window, hits, hits + torch.tensor([row[3] for row in rows]), behind)
     assert caps.shape == (len(rows), widths.LEVELS) and (caps.diff(dim=1) >= 0).all() and (caps[:, 0] == 0).all()
     given_out = widths.share_out(found, caps, torch.tensor(room))
     assert given_out.sum() <= room and (given_out <= torch.minimum(found, caps[:, -1])).all()
@@ -165,6 +167,16 @@ def test_no_more_drafts_are_given_than_fit_and_than_were_found(
 
 def test_odds_give_the_sure_rows_more() -> None:
     hits, tries = torch.tensor([30.0, 3.0]), torch.tensor([31.0, 10.0])
-    caps = widths.caps("odds", torch.tensor([2, 2]), hits, tries)
+    caps = widths.caps("odds", torch.tensor([2, 2]), hits, tries, torch.tensor([0, 0]))
     drafts = widths.share_out(torch.tensor([32, 32]), caps, torch.tensor(12))
     assert drafts[0] >= 8 and drafts[1] <= 2
+
+
+def test_who_is_behind_has_a_draft_before_others_have_many() -> None:
+    """Though it is seldom right: all others may have to wait for it."""
+    hits, tries = torch.tensor([30.0, 30.0, 3.0]), torch.tensor([40.0, 40.0, 10.0])
+    given = {}
+    for behind in (0, 1):
+        caps = widths.caps("odds", torch.tensor([2, 2, 2]), hits, tries, torch.tensor([0, 0, behind]))
+        given[behind] = [widths.share_out(torch.tensor([4] * 3), caps, torch.tensor(room)).tolist() for room in (3, 6)]
+    assert given == {0: [[2, 1, 0], [3, 3, 0]], 1: [[1, 1, 1], [3, 2, 1]]}

@@ -86,6 +86,36 @@ def test_sizes_of_batch_are_judged_apart() -> None:
     assert selector.best(2).drafts_each >= 4 and selector.best(200) == OFF
 
 
+def drive_with_some_behind(selector: Selector, batch: int, steps: int, share_alone: float) -> None:
+    """Drafts double the tokens of all but a few, and steps take half as long again; one of a single sequence takes this
+    share of the time."""
+    size_s = 1.0 if batch > 1 else share_alone
+    for _ in range(steps):
+        way = selector.choose(batch)
+        tokens = 2.0 if way.drafts_each and batch > 1 else 1.0
+        behind = 1.1 if way.drafts_each else 1.0
+        seconds = size_s * (1.5 if way.drafts_each else 1.0)
+        selector.observe(StepResult(batch, way, tokens, seconds, tokens_behind=behind if batch > 1 else None))
+
+
+@pytest.mark.parametrize(("share_alone", "pays"), [(0.9, False), (0.2, True)])
+def test_who_is_behind_counts_by_how_much_of_a_step_it_would_take_alone(share_alone: float, pays: bool) -> None:
+    """Once all others have ended, it goes on alone; what they got sooner has only made steps cheaper."""
+    selector = Selector([OFF, Strategy(1.0)])
+    drive_with_some_behind(selector, 1, 200, share_alone)
+    drive_with_some_behind(selector, 16, 500, share_alone)
+    assert (selector.best(16) != OFF) == pays
+    assert (selector.take_saved_s() > 0) == pays, "what drafts save is what the rollout takes less"
+
+
+def test_while_others_wait_all_count_the_same() -> None:
+    selector = Selector([OFF, Strategy(1.0)])
+    for _ in range(500):
+        way = selector.choose(16)
+        selector.observe(StepResult(16, way, 2.0 if way.drafts_each else 1.0, 1.5 if way.drafts_each else 1.0))
+    assert selector.best(16) != OFF
+
+
 def test_a_small_gain_does_not_make_it_change() -> None:
     selector = Selector([OFF, Strategy(1.0)])
 

@@ -52,6 +52,7 @@ def random_case(seed: int, rule: Rule, device: torch.device) -> tuple[HistoryDra
         state["computed"][slot] = max(0, int(state["known"][slot]) - dice.choice((1, 1, 1, 4)))
         state["allotted"][slot] = dice.choice((1, 3, 7))
         state["live"][slot] = dice.choice((0, 1, 1, 1)) * int(slot < NUM_SLOTS - 2)
+        state["behind"][slot] = dice.choice((0, 0, 1))
         drafter.window_S[slot] = dice.randint(1, MAX_DRAFTS)
         drafter.hits_S[slot] = dice.choice((0.0, 1.0, 20.0)) * dice.random()
         drafter.tries_S[slot] = drafter.hits_S[slot] + dice.choice((0.0, 1.0, 9.0)) * dice.random()

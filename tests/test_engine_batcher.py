@@ -6,14 +6,25 @@ every token that was launched; every submitted request ends exactly once; free +
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from batcher_bench import Bench, Budgets, expected, make_batcher, make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reports import report_of
 
+from slipstream.engine import batcher
 from slipstream.engine.sequences import PartialRollout
 from slipstream.types import Request, SamplingParams
+
+
+@pytest.fixture(scope="module", autouse=True)
+def looks_often_who_is_behind() -> Iterator[None]:
+    """As there are few steps here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batcher, "BEHIND_STEPS", 2)
+        yield
 
 
 def served(budgets: Budgets, sizes: list[tuple[int, int, int]]) -> tuple[Bench, list[list[Request]]]:
@@ -51,6 +62,21 @@ def test_with_pages_for_all_every_prompt_is_computed_once_but_for_its_last_token
     prompts = sum(len(requests[0].prompt_ids) + len(requests) - 1 for requests in groups)
     decoded = sum(len(rollout.token_ids) - 1 for rollout in bench.done.values())
     assert bench.computed == prompts + decoded - bench.gained
+
+
+def test_while_others_wait_nobody_is_behind_and_then_who_may_sample_most() -> None:
+    bench = Bench(400, 24, num_slots=4, drafts=(8, 2))
+    groups = [make_group(f"g{number}", 1, 3, 7 + 6 * number) for number in range(6)]
+    for requests in groups:
+        bench.submit(requests)
+    met = set()
+    while bench.batcher.has_work:
+        bench.step()
+        met.add((bench.batcher.num_waiting > 0, bench.batcher.tokens_behind is None))
+        behind = [slot for slot, value in bench.behind.items() if value and bench.slots[slot].live]
+        for slot in behind:
+            assert bench.slots[slot].sequence.request.group == "g5"
+    assert met == {(True, True), (False, True), (False, False)}
 
 
 ACTS = st.one_of(

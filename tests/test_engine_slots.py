@@ -55,7 +55,12 @@ def test_compiled_loops_give_what_they_give_uncompiled(seed: int) -> None:
     dice = np.random.default_rng(seed)
     table, lines = random_table(dice)
     for budget in (1, 5, 30):
-        arguments: tuple[Any, ...] = table._table, table.in_turn, budget
+        table["left"][:] = dice.integers(0, 9, NUM_SLOTS)
+        arguments: tuple[Any, ...] = table._table, table.in_turn, budget > 1
+        assert outcome(slots._note_behind, arguments) == outcome(slots._note_behind.py_func, arguments)
+        table.note_behind(are_any=budget > 1)
+        table["left"][:] = 20
+        arguments = table._table, table.in_turn, budget
         assert outcome(slots._share_out, arguments) == outcome(slots._share_out.py_func, arguments)
         shares = table.share_out(budget)
         arguments = table._table, shares.slot_R, shares.tokens_R, shares.num_decoding, budget % 4
@@ -101,13 +106,37 @@ def test_what_slots_sampled_by_hand() -> None:
             3: ([8], [-9.0], [0], 0),
         }
     )
-    ended, num_sampled = table.take_in(samplers, report, version=6)
-    assert ended == [(0, 2, True), (1, 3, False)] and num_sampled == 6
+    table["is_behind"][1:] = 1
+    taken_in = table.take_in(samplers, report, version=6)
+    assert taken_in.ended == [(0, 2, True), (1, 3, False)] and taken_in.num_tokens == 6
+    assert (taken_in.num_behind, taken_in.tokens_behind) == (2, 4), "the third was taken by another"
     assert table.sampled_from(running[0], 1) == ([9], [-2.0]) and table.num_sampled(running[3]) == 0
     assert table["hoped"].tolist() == [0, 0, 0, 2] and table["known"].tolist() == [4, 5, 3, 3]
     table.vacate(running[1], keeps_origins=True)
     assert running[1].token_ids == [5, 6, 7] and running[1].origins == [4, 4, 0] and running[1].first_version == 6
     assert table.in_turn.tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("left", "behind"),
+    [
+        ([5, 9, 7, 7, 8, 3, 3, 1], [1, 4]),
+        ([9], []),
+        ([4, 9], [1]),
+        ([9, 9, 9, 9, 9, 9, 9, 4], []),
+        ([9, 9, 9, 4, 4, 4, 4, 4], []),
+        ([9, 8, 8, 4, 4, 4, 4, 4], [0]),
+    ],
+)
+def test_a_quarter_at_most_is_behind_who_may_sample_more_than_the_next(left: list[int], behind: list[int]) -> None:
+    table = SlotTable(9, MAX_LENGTH)
+    for slot, count in enumerate(left):
+        request = Request(str(slot), "g", (7, 7), 0, SamplingParams(max_new_tokens=count))
+        table.seat(Running(request, slot=slot, seat=slot), num_computed=1, num_paged=16)
+    assert table.note_behind(are_any=True).tolist() == [[slot, 1] for slot in behind]
+    assert table.note_behind(are_any=True).tolist() == [], "the device knows"
+    assert np.flatnonzero(table["is_behind"]).tolist() == behind
+    assert table.note_behind(are_any=False).tolist() == [[slot, 0] for slot in behind]
 
 
 def test_who_takes_a_slot_does_not_stop_where_the_one_before_would() -> None:
@@ -118,7 +147,7 @@ def test_who_takes_a_slot_does_not_stop_where_the_one_before_would() -> None:
         table.seat(sequence, num_computed=1, num_paged=16)
         shares = table.share_out(4)
         samplers, _ = table.launch(shares, table.reach(shares, 0)[0])
-        assert table.take_in(samplers, report_of({0: ([9], [0.0], [0], 0)}), version=1)[0] == expected
+        assert table.take_in(samplers, report_of({0: ([9], [0.0], [0], 0)}), version=1).ended == expected
         table.vacate(sequence, keeps_origins=False)
 
 

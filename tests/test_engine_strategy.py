@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from reports import report_from
 
 from slipstream.engine.fitting import fitted
+from slipstream.engine.sequences import Samplers, StepPlan
 from slipstream.engine.strategy import MODEL_ORIGIN, OFF, Demand, StepDrafts, Strategy, are_matching, result_of
 
 
@@ -22,7 +24,9 @@ def test_a_model_was_asked_if_the_way_asks_one_and_drafts_had_room(
     depth: int, had_room: bool, of_model: float | None
 ) -> None:
     drafts = StepDrafts(2, False, Strategy(4.0, 1, depth), room=8)
-    assert result_of(drafts, 2, report_from([[MODEL_ORIGIN, 0], [0]]), 1.0, had_room=had_room).of_model == of_model
+    plan = StepPlan(samplers=Samplers(np.arange(2)), num_drafts=8 * had_room)
+    result = result_of(drafts, plan, report_from([[MODEL_ORIGIN, 0], [0]]), 1.0, None)
+    assert result.of_model == of_model and (result.batch, result.tokens_each) == (2, 1.5)
 
 
 def see(demand: Demand, strategy: Strategy, batch: int, drafts: float, steps: int, *, on_gpu: bool = False) -> int:

@@ -223,6 +223,11 @@ class Bucket:
     def plain_rate(self, way: Strategy) -> float:
         return self.tokens(way) / (self.costs[way] * self.unit_s)
 
+    @property
+    def off_s(self) -> float:
+        """Of a step without drafts."""
+        return self.costs[OFF] * self.unit_s
+
     def gain(self, way: Strategy, errors: float = 0.0) -> float:
         """Against the best way; with so many standard errors more, which grow as time goes by."""
         self._age_beliefs()

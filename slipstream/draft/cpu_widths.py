@@ -11,14 +11,16 @@ import math
 import numba
 import numpy as np
 
-from slipstream.draft.widths import FORGETTING, LEVELS, LOG_STEP, MOST, START_WIDTH, WIDER
+from slipstream.draft.widths import FAVOUR, FORGETTING, LEVELS, LOG_STEP, MOST, START_WIDTH, WIDER
 
 
 @numba.njit(cache=True, inline="always")
-def _cap(is_aimd, window, hits, tries, level):
+def _cap(is_aimd, window, hits, tries, behind, level):
     """`widths.caps` of one row and level."""
     if level == 0:
         return 0
+    if behind > 0:
+        level = min(FAVOUR * level, LEVELS - 1)
     if is_aimd:
         return min(window, level)
     odds = (np.float32(hits) + np.float32(1)) / (np.float32(tries) + np.float32(2))
@@ -35,25 +37,26 @@ def earned_widths(
         width_S[slot] = 0
         if live_S[slot] > 0 and known_S[slot] - computed_S[slot] == 1:
             most = min(allotted_S[slot] - 1, limit_S[slot] - known_S[slot] - 1, max_drafts)
-            earned = _cap(is_aimd, window_S[slot], hits_S[slot], tries_S[slot], LEVELS - 1)
+            earned = _cap(is_aimd, window_S[slot], hits_S[slot], tries_S[slot], 0, LEVELS - 1)
             width_S[slot] = max(0, min(most, earned))
 
 
 @numba.njit(cache=True)
-def share_out(is_aimd, found_S, window_S, hits_S, tries_S, room, given_S):
+def share_out(is_aimd, found_S, window_S, hits_S, tries_S, behind_S, room, given_S):
     """`widths.share_out`."""
     chosen, rest = 0, room
     for level in range(LEVELS):
         total = 0
         for slot in range(len(found_S)):
-            total += min(found_S[slot], _cap(is_aimd, window_S[slot], hits_S[slot], tries_S[slot], level))
+            window, hits, tries = window_S[slot], hits_S[slot], tries_S[slot]
+            total += min(found_S[slot], _cap(is_aimd, window, hits, tries, behind_S[slot], level))
         if total > room:
             break
         chosen, rest = level, room - total
     for slot in range(len(found_S)):
-        window, hits, tries = window_S[slot], hits_S[slot], tries_S[slot]
-        given_S[slot] = min(found_S[slot], _cap(is_aimd, window, hits, tries, chosen))
-        milder = min(found_S[slot], _cap(is_aimd, window, hits, tries, min(chosen + 1, LEVELS - 1)))
+        window, hits, tries, behind = window_S[slot], hits_S[slot], tries_S[slot], behind_S[slot]
+        given_S[slot] = min(found_S[slot], _cap(is_aimd, window, hits, tries, behind, chosen))
+        milder = min(found_S[slot], _cap(is_aimd, window, hits, tries, behind, min(chosen + 1, LEVELS - 1)))
         rest -= milder - given_S[slot]
         if rest >= 0:
             given_S[slot] = milder

@@ -128,7 +128,7 @@ class HistoryDrafter:
             record = self.window_S, self.hits_S, self.tries_S
             width_S = triton_widths.earned_widths(state, self._rule, *record, self.max_drafts)
             found_S = self._find_or_guess(state, width_S, sizes)
-            triton_widths.share_out(self._rule, found_S, *record, room, state["drafted"])
+            triton_widths.share_out(state, self._rule, found_S, *record, room)
             return
         started = time.perf_counter()
         is_aimd = self._rule == "aimd"
@@ -138,7 +138,8 @@ class HistoryDrafter:
         live = state["live"].numpy()
         _CPU.earned_widths(is_aimd, live, known, computed, allotted, limit, *earned, self.max_drafts, width_S.numpy())
         found_S = self._find_or_guess(state, width_S, sizes)
-        _CPU.share_out(is_aimd, found_S.numpy(), *earned, int(room), state["drafted"].numpy())
+        behind, drafted = state["behind"].numpy(), state["drafted"].numpy()
+        _CPU.share_out(is_aimd, found_S.numpy(), *earned, behind, int(room), drafted)
         self.spent_s += time.perf_counter() - started
 
     def _draft_trees(self, state: StepState, room: Tensor, sizes: DraftSizes) -> None:
@@ -159,7 +160,7 @@ class HistoryDrafter:
 
     def draft_plainly(self, state: StepState, room: Tensor) -> None:
         """The plain twin of `draft`."""
-        caps_SK = widths.caps(self._rule, self.window_S, self.hits_S, self.tries_S)
+        caps_SK = widths.caps(self._rule, self.window_S, self.hits_S, self.tries_S, state["behind"])
         width_S = torch.minimum(self._allowed(state), caps_SK[:, -1])
         found_S = self._find(state, width_S)
         state["drafted"].copy_(widths.share_out(found_S, caps_SK, room))

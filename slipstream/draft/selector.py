@@ -8,6 +8,10 @@ step or two in a hundred.
 Texts that repeat others come in stretches, in which copies are cheap and right, and a model that drafts is not: steps
 in a stretch are judged apart from those outside. There, a way that looks for copies also finds the next stretch, and
 what stretches bring counts against passing them by.
+
+A rollout takes as long as its last sequence. Where no other waits for a slot, the part of a step's time that it would
+take for a single sequence is over only with the last one; so for that part those that are behind count, and all of them
+only for the rest. They are mostly the hard ones: what is easy to draft is soon at its end.
 """
 
 from __future__ import annotations
@@ -233,8 +237,8 @@ class Selector:
     def observe(self, step: StepResult) -> None:
         """A step that only decoded."""
         batch, strategy, is_matching = step.batch, step.strategy, step.is_matching
-        tokens_each, seconds = step.tokens_each, step.seconds
         bucket = self._bucket(batch, is_matching)
+        tokens_each, seconds = self._counted_tokens(step, bucket), step.seconds
         if strategy not in bucket.ways:
             return  # chosen for fewer sequences than were then seated
         bucket.ran_s += seconds
@@ -279,6 +283,16 @@ class Selector:
             else:
                 bucket.contender = strategy
             self._note_hopeless(batch, bucket)
+
+    def _counted_tokens(self, step: StepResult, bucket: Bucket) -> float:
+        """A sequence, as they count for when the last one ends."""
+        if step.tokens_behind is None:
+            return step.tokens_each
+        share = 1.0
+        if OFF in bucket.costs:
+            smaller = (one for one in self._buckets.values() if one.size < bucket.size and OFF in one.costs)
+            share = min(1.0, min((one.off_s for one in smaller), default=math.inf) / bucket.off_s)
+        return share * step.tokens_behind + (1.0 - share) * step.tokens_each
 
     def take_choices(self) -> list[Choice]:
         choices, self.choices = self.choices, []

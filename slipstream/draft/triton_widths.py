@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.draft.widths import FORGETTING, LEVELS, LOG_STEP, MOST, START_WIDTH, WIDER, Rule
+from slipstream.draft.widths import FAVOUR, FORGETTING, LEVELS, LOG_STEP, MOST, START_WIDTH, WIDER, Rule
 from slipstream.engine.state import StepState
 from slipstream.models.launching import await_inputs, overlap
 
 _LEVELS, _LOG_STEP, _MOST = tl.constexpr(LEVELS), tl.constexpr(LOG_STEP), tl.constexpr(MOST)
-_FORGETTING, _WIDER = tl.constexpr(FORGETTING), tl.constexpr(WIDER)
+_FORGETTING, _WIDER, _FAVOUR = tl.constexpr(FORGETTING), tl.constexpr(WIDER), tl.constexpr(FAVOUR)
 
 
 def earned_widths(
@@ -36,12 +36,12 @@ def earned_widths(
 
 
 def share_out(
-    rule: Rule, found_S: Tensor, window_S: Tensor, hits_S: Tensor, tries_S: Tensor, room: Tensor, given_S: Tensor
+    state: StepState, rule: Rule, found_S: Tensor, window_S: Tensor, hits_S: Tensor, tries_S: Tensor, room: Tensor
 ) -> None:
-    """`widths.share_out`, into `given_S`."""
+    """`widths.share_out`, into what is `drafted`."""
     num_lines = len(found_S)
     _share[(1,)](
-        found_S, window_S, hits_S, tries_S, room, given_S, num_lines,
+        found_S, window_S, hits_S, tries_S, state["behind"], room, state["drafted"], num_lines,
         IS_AIMD=rule == "aimd", BLOCK=triton.next_power_of_2(num_lines), num_warps=8, **overlap(found_S.device),
     )  # fmt: skip
 
@@ -91,7 +91,7 @@ def _earned(
 
 @triton.jit
 def _share(
-    found_ptr, window_ptr, hits_ptr, tries_ptr, room_ptr, given_out, num_lines,
+    found_ptr, window_ptr, hits_ptr, tries_ptr, behind_ptr, room_ptr, given_out, num_lines,
     IS_AIMD: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     await_inputs(OVERLAPS)
@@ -100,14 +100,16 @@ def _share(
     found = tl.load(found_ptr + slot, here, other=0)
     window = tl.load(window_ptr + slot, here, other=0)
     hits, tries = tl.load(hits_ptr + slot, here, other=0.0), tl.load(tries_ptr + slot, here, other=0.0)
+    favour = tl.where(tl.load(behind_ptr + slot, here, other=0) > 0, _FAVOUR, 1)
     room = tl.load(room_ptr).to(tl.int32)
     chosen = 0
     for level in range(1, _LEVELS):
-        total = tl.sum(tl.minimum(found, _cap(window, hits, tries, slot * 0 + level, IS_AIMD)), 0)
+        level_S = tl.minimum(favour * level, _LEVELS - 1)
+        total = tl.sum(tl.minimum(found, _cap(window, hits, tries, level_S, IS_AIMD)), 0)
         chosen = tl.where(total <= room, level, chosen)
-    given = tl.minimum(found, _cap(window, hits, tries, slot * 0 + chosen, IS_AIMD))
-    next_level = tl.minimum(slot * 0 + chosen + 1, _LEVELS - 1)
-    more = tl.minimum(found, _cap(window, hits, tries, next_level, IS_AIMD)) - given
+    given = tl.minimum(found, _cap(window, hits, tries, tl.minimum(favour * chosen, _LEVELS - 1), IS_AIMD))
+    next_S = tl.minimum(favour * (chosen + 1), _LEVELS - 1)
+    more = tl.minimum(found, _cap(window, hits, tries, next_S, IS_AIMD)) - given
     fits = tl.cumsum(more, 0) <= room - tl.sum(given, 0)
     tl.store(given_out + slot, given + tl.where(fits, more, 0), here)
 

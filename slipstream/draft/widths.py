@@ -3,7 +3,7 @@
 Two rules. `aimd`: a window that grows by two when all drafts were right and falls back to two when one was not. `odds`:
 as many as are likely enough, from the row's own record of right and wrong drafts. When not all fit, the least likely
 are left out first: every rule gives each row a cap for each of LEVELS levels of strictness, and the mildest that fits
-is taken.
+is taken. Rows that are behind, which all others may have to wait for, are judged FAVOUR times as mildly.
 
 Axes: S slots, K levels.
 """
@@ -25,23 +25,26 @@ LEAST_CHANCE = 0.15
 """A draft that is less likely to be right is not tried: verifying it costs more than it may win."""
 LOG_STEP = math.log(LEAST_CHANCE) / (LEVELS - 1)
 """From one level to the next: of the chance that a draft must have to be tried."""
+FAVOUR = 4
+"""A draft of a row that is behind counts as likely as one of its fourth root."""
 MOST = 10_000
 """A cap on caps, where nothing was ever wrong."""
 FORGETTING = 0.9
 """The share of a row's record that is kept at each step with drafts."""
 
 
-def caps(rule: Rule, window_S: Tensor, hits_S: Tensor, tries_S: Tensor) -> Tensor:
+def caps(rule: Rule, window_S: Tensor, hits_S: Tensor, tries_S: Tensor, behind_S: Tensor) -> Tensor:
     """[S, K], growing with K: drafts a row may have at each level."""
     level_K = torch.arange(LEVELS, device=window_S.device)
+    level_SK = torch.where((behind_S > 0).unsqueeze(1), (FAVOUR * level_K).clamp(max=LEVELS - 1), level_K)
     if rule == "aimd":
-        return torch.minimum(window_S.unsqueeze(1), level_K).int()
+        return torch.minimum(window_S.unsqueeze(1), level_SK).int()
     # The j-th draft is right with chance odds ** j; the mildest level asks for LEAST_CHANCE, the strictest for 1.
     odds_S = (hits_S + 1.0) / (tries_S + 2.0)
-    wide_SK = (level_K.float() * LOG_STEP / odds_S.log().unsqueeze(1)).floor().clamp(max=MOST)
+    wide_SK = (level_SK.float() * LOG_STEP / odds_S.log().unsqueeze(1)).floor().clamp(max=MOST)
     # One at the mildest level, however bad the record: a row that is never tried could not mend it.
-    wide_SK = torch.where(level_K == LEVELS - 1, wide_SK.clamp(min=1), wide_SK)
-    return torch.where(level_K == 0, 0, wide_SK).int()
+    wide_SK = torch.where(level_SK == LEVELS - 1, wide_SK.clamp(min=1), wide_SK)
+    return torch.where(level_SK == 0, 0, wide_SK).int()
 
 
 def share_out(found_S: Tensor, caps_SK: Tensor, room: Tensor) -> Tensor:

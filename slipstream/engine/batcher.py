@@ -27,10 +27,13 @@ from itertools import count
 import numpy as np
 
 from slipstream.engine.pages import PagePool
-from slipstream.engine.sequences import Group, Ints, PartialRollout, Report, Running, Seat, StepPlan
+from slipstream.engine.sequences import Group, Ints, PartialRollout, Report, Running, Seat, StepPlan, no_changes
 from slipstream.engine.slots import MAX_STOP_TOKENS, Shares, SlotTable
 from slipstream.engine.stopping import StopTexts
 from slipstream.types import Request, Rollout
+
+BEHIND_STEPS = 16
+"""Steps after which it is looked again who is behind."""
 
 
 class Batcher:
@@ -63,6 +66,9 @@ class Batcher:
         """Whether sequences that have sampled nothing yet may take a free slot."""
         self.num_preempted = 0
         self.num_sampled = 0
+        self.tokens_behind: float | None = None
+        """That sequences which are behind got in the step that was read last, on average; None if there were none."""
+        self._num_plans = 0
         self._seated: dict[str, Running] = {}
         self._at: dict[int, Running] = {}
         """The same, by slot."""
@@ -191,12 +197,20 @@ class Batcher:
             seats=tuple(seat for seat in seats if seat.sequence.slot == seat.slot),
             pages=tuple(entries),
             allotments=allotments,
+            behind=self._look_who_is_behind() if drafts_each else no_changes(),
             samplers=samplers,
             num_rows=len(shares.slot_R),
             num_tokens=shares.num_tokens + num_drafts,
             num_drafts=num_drafts,
             with_cuts=bool(self._table["cuts_tail"][samplers.slot_R].any()),
         )
+
+    def _look_who_is_behind(self) -> Ints:
+        """Now and then, since each time the device has to be told. While others wait for a slot, nobody is."""
+        self._num_plans += 1
+        if self._num_plans % BEHIND_STEPS:
+            return no_changes()
+        return self._table.note_behind(are_any=not self._groups)
 
     def has_pages_for(self, num_tokens: int) -> bool:
         """Whether all who are here could have so many more without anybody giving up pages."""
@@ -207,10 +221,11 @@ class Batcher:
 
     def commit(self, plan: StepPlan, report: Report, version: int) -> list[Rollout]:
         """Take in what slots sampled; give back what has ended."""
-        ended, num_sampled = self._table.take_in(plan.samplers, report, version)
-        self.num_sampled += num_sampled
+        taken_in = self._table.take_in(plan.samplers, report, version)
+        self.num_sampled += taken_in.num_tokens
+        self.tokens_behind = taken_in.tokens_behind / taken_in.num_behind if taken_in.num_behind else None
         finished: list[Rollout] = []
-        for slot, num_new, is_stopped in ended:
+        for slot, num_new, is_stopped in taken_in.ended:
             sequence = self._at[slot]
             if sequence.request.sampling.stop:
                 is_stopped |= self._met_stop_text(sequence, num_new)

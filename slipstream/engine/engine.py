@@ -411,8 +411,8 @@ class Engine:
             seconds = launched.done - before  # type: ignore[operator]
         self._ahead.observe(seconds)
         if self.policy is not None:
-            had_room = plan.num_drafts > 0
-            self.policy.observe(result_of(launched.drafts, len(plan.samplers), report, seconds, had_room=had_room))
+            result = result_of(launched.drafts, plan, report, seconds, self._batcher.tokens_behind)
+            self.policy.observe(result)
 
     def _withdraw(self, uid: str) -> PartialRollout:
         partial = self._batcher.withdraw(uid)

@@ -22,6 +22,11 @@ def _none() -> Ints:
     return np.zeros(0, np.int64)
 
 
+def no_changes() -> Ints:
+    """Rows of (slot, what the device is to know of it)."""
+    return np.zeros((0, 2), np.int64)
+
+
 @dataclass(slots=True, eq=False)
 class Running:
     """A sequence between submission and its end. Compared by identity: two may have the same tokens."""
@@ -120,8 +125,10 @@ class StepPlan:
     seats: tuple[Seat, ...] = ()
     pages: tuple[tuple[int, int, int], ...] = ()
     """(slot, index, page): new entries of the page table."""
-    allotments: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    allotments: Ints = field(default_factory=no_changes)
     """Rows of (slot, tokens it may run), where the device knows otherwise."""
+    behind: Ints = field(default_factory=no_changes)
+    """Rows of (slot, 0 or 1): whether others may have to wait for it, where the device knows otherwise."""
     samplers: Samplers = field(default_factory=Samplers)
     num_rows: int = 0
     num_tokens: int = 0

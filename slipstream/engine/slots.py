@@ -26,6 +26,8 @@ NO_TOKEN = -2
 """No stop token; no draft."""
 BROKEN = -1
 """In a report, as a token: the logits were not numbers."""
+BEHIND = 4
+"""One in so many sequences is behind, those that may still sample most."""
 
 _COLUMNS = (
     "seat",  # as in `Running`, or -1
@@ -41,6 +43,7 @@ _COLUMNS = (
     "first_version",
     "cuts_tail",  # 1 if its distribution is cut
     "is_watched",  # 1 if it may end by a stop text
+    "is_behind",  # 1 if all others may have to wait for it, as the device knows
 )
 Table = NDArray[np.void]
 
@@ -64,6 +67,20 @@ class Shares:
         return Shares(self.slot_R[are_here_R], self.tokens_R[are_here_R], num_decoding)
 
 
+@dataclass(frozen=True, slots=True)
+class TakenIn:
+    """What came of a step."""
+
+    ended: list[tuple[int, int, bool]]
+    """(slot, how many new tokens, whether the last is a stop token) of those who have ended, or may have by their
+    text."""
+    num_tokens: int
+    num_behind: int
+    """Sequences in it that are behind."""
+    tokens_behind: int
+    """Theirs."""
+
+
 class SlotTable:
     def __init__(self, num_slots: int, max_length: int) -> None:
         self._table: Table = np.zeros(num_slots, [(name, np.int64) for name in _COLUMNS])
@@ -82,6 +99,7 @@ class SlotTable:
         shares = self.share_out(0)
         samplers, _ = self.launch(shares, self.reach(shares, 0)[0])
         self.take_in(samplers, read_report(np.zeros((len(self._table), 5), np.int32)), 0)
+        self.note_behind(are_any=False)
 
     def __getitem__(self, column: str) -> Ints:
         return self._table[column]
@@ -101,6 +119,7 @@ class SlotTable:
             "first_version": sequence.first_version,
             "cuts_tail": sampling.cuts_tail,
             "is_watched": bool(sampling.stop),
+            "is_behind": self["is_behind"][slot],  # until it is looked again
         }
         self._table[slot] = tuple(row.values())
         self._stops_SE[slot] = NO_TOKEN
@@ -153,13 +172,16 @@ class SlotTable:
         slots, seats, drafts, allotments = _launch(self._table, shares.slot_R, shares.tokens_R, drafts_R)
         return Samplers(slots, seats, drafts), allotments
 
-    def take_in(self, samplers: Samplers, report: Report, version: int) -> tuple[list[tuple[int, int, bool]], int]:
-        """What they sampled: (slot, how many new tokens, whether the last is a stop token) of those who have ended, or
-        may have by their text; and how many tokens there were. Who was taken out meanwhile will compute them again."""
+    def note_behind(self, *, are_any: bool) -> Ints:
+        """Find out who is behind, or that nobody is: rows of (slot, 0 or 1) of whom it was otherwise."""
+        return _note_behind(self._table, self.in_turn, are_any)
+
+    def take_in(self, samplers: Samplers, report: Report, version: int) -> TakenIn:
+        """What they sampled. Who was taken out meanwhile will compute it again."""
         texts = self._token_SL, self._logprob_SL.view(np.int32), self._origin_SL
         who = samplers.slot_R, samplers.seat_R, samplers.drafts_R
-        ended, num_sampled = _take_in(self._table, self._stops_SE, texts, *who, report.lines, version)
-        return [(slot, num_new, bool(is_stopped)) for slot, num_new, is_stopped in ended.tolist()], num_sampled
+        ended, *sums = _take_in(self._table, self._stops_SE, texts, *who, report.lines, version)
+        return TakenIn([(slot, num_new, bool(is_stopped)) for slot, num_new, is_stopped in ended.tolist()], *sums)
 
     def sampled_from(self, sequence: Running, first: int) -> tuple[list[int], list[float]]:
         """Of all it has sampled, tokens and log-probabilities from `first` on."""
@@ -246,11 +268,12 @@ def _take_in(
     drafts_R: Ints,
     lines_SW: NDArray[np.int32],
     version: int,
-) -> tuple[Ints, int]:
+) -> tuple[Ints, int, int, int]:
     known, launched, hoped, left, new = table["known"], table["launched"], table["hoped"], table["left"], table["new"]
     first_version, token_SL, bits_SL, origin_SL = table["first_version"], texts[0], texts[1], texts[2]
     width = (lines_SW.shape[1] - 2) // 3
     ended, num_ended, num_sampled = np.empty((len(slot_R), 3), np.int64), 0, 0
+    num_behind = tokens_behind = 0
     for row in range(len(slot_R)):
         slot = slot_R[row]
         if table["seat"][slot] != seat_R[row]:
@@ -271,12 +294,31 @@ def _take_in(
         new[slot] += num_new
         left[slot] -= num_new
         num_sampled += num_new
+        if table["is_behind"][slot] and num_new:
+            num_behind += 1
+            tokens_behind += num_new
         if first_version[slot] < 0:
             first_version[slot] = version
         if is_stopped or left[slot] <= 0 or table["is_watched"][slot]:
             ended[num_ended, 0], ended[num_ended, 1], ended[num_ended, 2] = slot, num_new, is_stopped
             num_ended += 1
-    return ended[:num_ended], num_sampled
+    return ended[:num_ended], num_sampled, num_behind, tokens_behind
+
+
+@numba.njit(cache=True)
+def _note_behind(table: Table, in_turn: Ints, are_any: bool) -> Ints:
+    left, is_behind = table["left"], table["is_behind"]
+    most_left = np.sort(left[in_turn])[::-1]
+    num_behind = -(-len(in_turn) // BEHIND)
+    changed, num_changed = np.empty((len(in_turn), 2), np.int64), 0
+    for slot in in_turn:
+        # More than the next one has: of those who have as much as each other, nobody waits for any.
+        now = int(are_any and num_behind < len(in_turn) and left[slot] > most_left[num_behind])
+        if is_behind[slot] != now:
+            is_behind[slot] = now
+            changed[num_changed, 0], changed[num_changed, 1] = slot, now
+            num_changed += 1
+    return changed[:num_changed]
 
 
 @numba.njit(cache=True)

@@ -33,6 +33,7 @@ _FIELDS = (
     "limit",  # known tokens at which the sequence ends
     "allotted",  # tokens it may run in a step
     "live",  # 1 while it goes on
+    "behind",  # 1 if all others may have to wait for it: its drafts come first
     "drafted",  # tokens that were drafted to follow those known
     "scripted",  # 1 if its tokens are in the buffer already and are walked, not sampled
     "seed_low",
@@ -126,9 +127,10 @@ class StepState:
             tokens = (*seat.token_ids, *seat.sequence.request.script_ids[len(seat.sequence.token_ids) :])
             places.append(np.arange(len(tokens)) + self._place("tokens", seat.slot))
             values.append(np.array(tokens))
-        if len(plan.allotments):
-            places.append(self._layout["allotted"][0] + plan.allotments[:, 0])
-            values.append(plan.allotments[:, 1])
+        for name, changes in (("allotted", plan.allotments), ("behind", plan.behind)):
+            if len(changes):
+                places.append(self._layout[name][0] + changes[:, 0])
+                values.append(changes[:, 1])
         if plan.pages:
             numbers = np.fromiter(chain.from_iterable(plan.pages), np.int64, 3 * len(plan.pages))
             slots, indices, pages = numbers.reshape(-1, 3).T

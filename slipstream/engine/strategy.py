@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
-from slipstream.engine.sequences import Report
+from slipstream.engine.sequences import Report, StepPlan
 from slipstream.types import MODEL_ORIGIN, TEXT_ORIGINS
 
 MATCHING = 2.0
@@ -82,6 +82,8 @@ class StepResult:
     """Whether they were found to repeat known texts when it was chosen."""
     of_model: float | None = None
     """Of the tokens each, those that a learned drafter had drafted; None: it was not asked."""
+    tokens_behind: float | None = None
+    """That a sequence got which all others may have to wait for; None: there is none."""
 
 
 def size_of(batch: int) -> int:
@@ -155,13 +157,21 @@ class StepDrafts:
     """What a learned drafter gets of it."""
 
 
-def result_of(drafts: StepDrafts, batch: int, report: Report, seconds: float, *, had_room: bool) -> StepResult:
-    """By what was reported of its sequences; there may be fewer than ran, if some had ended. `had_room`: whether it
-    could have drafts."""
+def result_of(
+    drafts: StepDrafts, plan: StepPlan, report: Report, seconds: float, tokens_behind: float | None
+) -> StepResult:
+    """By what was reported of its sequences; there may be fewer than ran, if some had ended."""
     tokens_each = sum(report.num_from) / report.num_rows
-    was_asked = had_room and drafts.strategy.depth > 0
-    of_model = report.num_from[MODEL_ORIGIN] / report.num_rows if was_asked else None
-    return StepResult(batch, drafts.strategy, tokens_each, seconds, drafts.is_matching, of_model)
+    was_asked = plan.num_drafts > 0 and drafts.strategy.depth > 0
+    return StepResult(
+        batch=len(plan.samplers),
+        strategy=drafts.strategy,
+        tokens_each=tokens_each,
+        seconds=seconds,
+        is_matching=drafts.is_matching,
+        of_model=report.num_from[MODEL_ORIGIN] / report.num_rows if was_asked else None,
+        tokens_behind=tokens_behind,
+    )
 
 
 MARGIN = 1.2

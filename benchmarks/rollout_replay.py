@@ -1,0 +1,173 @@
+"""Whole rollouts with a learned drafter, replayed from a GPU's records: how long until the last sequence ends.
+
+    python benchmarks/rollout_replay.py benchmarks/results/draft_rollouts-h200.json.gz --out rollout_replay.json
+
+Recorded were the length of every sequence in the steps of an RL run, how often drafts for it were right, and how long
+the engine's steps took, by batch and way. Replayed are the selector, the sizes of steps and how drafts are shared out,
+as they are in the engine; the drafts of a sequence are right with its own odds. Three times: with all sequences counted
+and served alike; with those counted that are behind; and with their drafts first as well. Against a run without drafts.
+What is not in it: graphs to be made, prompts, and updates of the drafter beside the tail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import statistics
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.draft import cpu_widths
+from slipstream.draft.selector import MODEL_STRATEGIES, Selector
+from slipstream.draft.widths import FORGETTING
+from slipstream.engine.batcher import BEHIND_STEPS
+from slipstream.engine.fitting import fitted
+from slipstream.engine.slots import BEHIND
+from slipstream.engine.strategy import OFF, Demand, StepDrafts, StepResult, Strategy, size_of
+
+CHAINS = tuple(way for way in MODEL_STRATEGIES if way.branches == 1)
+"""Of trees too few steps were recorded."""
+STEPS_AHEAD, NOISE = 2, 0.04
+LEAST_DRAFTS = 15
+"""Of a sequence, for its own odds; with fewer it has those of another that is about as long."""
+EPOCH = 4
+VARIANTS = {"all alike": (False, False), "those behind counted": (True, False), "and served first": (True, True)}
+
+
+class Times:
+    """Milliseconds of a step. A way that was not recorded with so many sequences costs as much more than none as with
+    the next number of them."""
+
+    def __init__(self, rows: list[list[Any]]) -> None:
+        self._known = {(size, Strategy(*way)): median_ms for size, *way, _, median_ms in rows}
+        self._all = {(size, way): self._of(size, way) for size, _ in self._known for way in CHAINS}
+
+    def _of(self, size: int, way: Strategy) -> float:
+        sizes = [other for other, one in self._known if one == way]
+        nearest = min(sizes, key=lambda other: abs(math.log(other / size)))
+        return self._known[size, OFF] * self._known[nearest, way] / self._known[nearest, OFF]
+
+    def of(self, batch: int, way: Strategy) -> float:
+        return self._all[size_of(batch), way]
+
+
+def odds_of(rollout: list[list[int]], dice: np.random.Generator) -> NDArray[np.float64]:
+    known = [(length, (right + 1) / (tried + 2)) for length, right, tried in rollout if tried >= LEAST_DRAFTS]
+    lengths, odds = np.array([length for length, _ in known]), np.array([one for _, one in known])
+    result = []
+    for length, right, tried in rollout:
+        alike = np.flatnonzero((lengths <= 2 * length) & (length <= 2 * lengths)) if known else []
+        if tried >= LEAST_DRAFTS:
+            result.append((right + 1) / (tried + 2))
+        elif len(alike):
+            result.append(odds[dice.choice(alike)])
+        else:
+            result.append(0.3)  # of a drafter that has hardly begun
+    return np.array(result)
+
+
+class Run:
+    """Rollouts one after another; the selector goes on."""
+
+    def __init__(self, times: Times, max_new_tokens: int, seed: int, variant: str | None) -> None:
+        self._times, self._max_new_tokens, self._dice = times, max_new_tokens, np.random.default_rng(seed)
+        self._counts_behind, self._serves_behind = VARIANTS[variant] if variant else (False, False)
+        self._selector = Selector(CHAINS, has_price=True, has_model=False) if variant else None
+        self._demand = Demand()
+
+    def rollout(self, recorded: list[list[int]], *, has_model: bool) -> float:
+        """Seconds until the last one has ended."""
+        if self._selector is not None and has_model:
+            self._selector.note_new_model()
+        odds, left = odds_of(recorded, self._dice), np.array([length for length, _, _ in recorded])
+        may_have = np.full(len(left), self._max_new_tokens)
+        hits, tries, behind = (np.zeros(len(left), kind) for kind in (np.float32, np.float32, np.int32))
+        unread: deque[StepResult] = deque()
+        seconds, num_steps = 0.0, 0
+        while (here := np.flatnonzero(left > 0)).size:
+            way = self._selector.choose(len(here)) if self._selector else OFF
+            num_steps += 1
+            if num_steps % BEHIND_STEPS == 0:
+                behind[:] = 0
+                num_behind = -(-len(here) // BEHIND)
+                if num_behind < len(here):
+                    limit = np.sort(may_have[here])[::-1][num_behind]
+                    behind[here] = may_have[here] > limit
+            drafted = self._drafts(way, left[here], hits[here], tries[here], behind[here] * self._serves_behind)
+            right = (self._dice.random((len(here), max(1, way.depth))) < odds[here, None]).cumprod(1).sum(1)
+            right = np.minimum(right, drafted)
+            had, missed = drafted > 0, right < drafted
+            hits[here] = np.where(had, FORGETTING * hits[here] + right, hits[here])
+            tries[here] = np.where(had, FORGETTING * tries[here] + right + missed, tries[here])
+            tokens = np.minimum(right + 1, left[here])
+            left[here] -= tokens
+            may_have[here] -= tokens
+            step_s = self._times.of(len(here), way) * math.exp(self._dice.normal(0, NOISE)) / 1e3
+            seconds += step_s
+            if self._selector is not None:
+                of_model = float(right.mean()) if way.depth else None
+                are_behind = behind[here] > 0
+                of_behind = float(tokens[are_behind].mean()) if self._counts_behind and are_behind.any() else None
+                unread.append(StepResult(len(here), way, float(tokens.mean()), step_s, False, of_model, of_behind))
+                while len(unread) > STEPS_AHEAD:
+                    self._selector.observe(unread.popleft())
+        return seconds
+
+    def _drafts(
+        self, way: Strategy, left: NDArray[Any], hits: NDArray[Any], tries: NDArray[Any], behind: NDArray[Any]
+    ) -> NDArray[np.int32]:
+        drafted = np.zeros(len(left), np.int32)
+        if way.depth:
+            wanted = self._demand.room(way, len(left))
+            room = fitted(len(left), wanted)
+            window, found = np.full(len(left), 2, np.int32), np.minimum(way.depth, left - 1).astype(np.int32)
+            cpu_widths.share_out(False, found, window, hits, tries, behind.astype(np.int32), room, drafted)
+            self._demand.observe(StepDrafts(len(left), False, way, wanted), room, int(drafted.sum()))
+        return drafted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    record = json.loads(gzip.decompress(arguments.record.read_bytes()))
+    times, rollouts = Times(record["times"]), record["rollouts"]
+
+    def seconds_of(variant: str | None) -> NDArray[np.float64]:
+        """By seed and rollout."""
+        lines = []
+        for seed in range(arguments.seeds):
+            run = Run(times, record["max_new_tokens"], seed, variant)
+            lines.append([run.rollout(rollout, has_model=number > 0) for number, rollout in enumerate(rollouts)])
+        return np.array(lines)
+
+    off = seconds_of(None)
+    print(f"off: {off.sum(1).mean():.2f} s in {len(rollouts)} rollouts")
+    results = {}
+    for variant in VARIANTS:
+        taken = seconds_of(variant)
+        gains = off.sum(1) / taken.sum(1)
+        epochs = [
+            float((off[:, first : first + EPOCH].sum(1) / taken[:, first : first + EPOCH].sum(1)).mean())
+            for first in range(0, len(rollouts), EPOCH)
+        ]
+        error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+        worst = float((off.mean(0) / taken.mean(0)).min())
+        results[variant] = {"gain": float(gains.mean()), "error": error, "epochs": epochs, "worst_rollout": worst}
+        by_epoch = ", ".join(f"{one:.3f}" for one in epochs)
+        print(f"{variant}: {gains.mean():.3f} +- {error:.3f} times as fast, by epoch {by_epoch}; worst {worst:.3f}")
+    if arguments.out:
+        line = {"what": "benchmarks/rollout_replay.py", "record": arguments.record.name, "seeds": arguments.seeds}
+        arguments.out.write_text(json.dumps(line | {"off_s": float(off.sum(1).mean()), **results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

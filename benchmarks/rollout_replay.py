@@ -6,7 +6,8 @@ Recorded were the length of every sequence in the steps of an RL run, how often 
 the engine's steps took, by batch and way. Replayed are the selector, the sizes of steps and how drafts are shared out,
 as they are in the engine; the drafts of a sequence are right with its own odds. Three times: with all sequences counted
 and served alike; with those counted that are behind; and with their drafts first as well. Against a run without drafts.
-What is not in it: graphs to be made, prompts, and updates of the drafter beside the tail.
+What is not in it: graphs to be made, prompts, sequences that wait for a slot, updates of the drafter beside the tail,
+and that a step with fewer drafts than its way may have takes less time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from slipstream.draft.selector import MODEL_STRATEGIES, Selector
 from slipstream.draft.widths import FORGETTING
 from slipstream.engine.batcher import BEHIND_STEPS
 from slipstream.engine.fitting import fitted
-from slipstream.engine.slots import BEHIND
+from slipstream.engine.slots import are_behind
 from slipstream.engine.strategy import OFF, Demand, StepDrafts, StepResult, Strategy, size_of
 
 CHAINS = tuple(way for way in MODEL_STRATEGIES if way.branches == 1)
@@ -76,7 +77,8 @@ class Run:
     """Rollouts one after another; the selector goes on."""
 
     def __init__(self, times: Times, max_new_tokens: int, seed: int, variant: str | None) -> None:
-        self._times, self._max_new_tokens, self._dice = times, max_new_tokens, np.random.default_rng(seed)
+        self._times, self._max_new_tokens, self._seed = times, max_new_tokens, seed
+        self._dice, self._num_rollouts = np.random.default_rng(seed), 0
         self._counts_behind, self._serves_behind = VARIANTS[variant] if variant else (False, False)
         self._selector = Selector(CHAINS, has_price=True, has_model=False) if variant else None
         self._demand = Demand()
@@ -85,7 +87,9 @@ class Run:
         """Seconds until the last one has ended."""
         if self._selector is not None and has_model:
             self._selector.note_new_model()
-        odds, left = odds_of(recorded, self._dice), np.array([length for length, _, _ in recorded])
+        self._num_rollouts += 1  # of which each has the same odds, however it is drafted for
+        odds = odds_of(recorded, np.random.default_rng((self._seed, self._num_rollouts)))
+        left = np.array([length for length, _, _ in recorded])
         may_have = np.full(len(left), self._max_new_tokens)
         hits, tries, behind = (np.zeros(len(left), kind) for kind in (np.float32, np.float32, np.int32))
         unread: deque[StepResult] = deque()
@@ -94,11 +98,7 @@ class Run:
             way = self._selector.choose(len(here)) if self._selector else OFF
             num_steps += 1
             if num_steps % BEHIND_STEPS == 0:
-                behind[:] = 0
-                num_behind = -(-len(here) // BEHIND)
-                if num_behind < len(here):
-                    limit = np.sort(may_have[here])[::-1][num_behind]
-                    behind[here] = may_have[here] > limit
+                behind[here] = are_behind(may_have[here])
             drafted = self._drafts(way, left[here], hits[here], tries[here], behind[here] * self._serves_behind)
             right = (self._dice.random((len(here), max(1, way.depth))) < odds[here, None]).cumprod(1).sum(1)
             right = np.minimum(right, drafted)
@@ -112,8 +112,9 @@ class Run:
             seconds += step_s
             if self._selector is not None:
                 of_model = float(right.mean()) if way.depth else None
-                are_behind = behind[here] > 0
-                of_behind = float(tokens[are_behind].mean()) if self._counts_behind and are_behind.any() else None
+                of_behind = None
+                if self._counts_behind and behind[here].any():
+                    of_behind = float(tokens[behind[here] > 0].mean())
                 unread.append(StepResult(len(here), way, float(tokens.mean()), step_s, False, of_model, of_behind))
                 while len(unread) > STEPS_AHEAD:
                     self._selector.observe(unread.popleft())
@@ -159,7 +160,7 @@ def main() -> None:
             float((off[:, first : first + EPOCH].sum(1) / taken[:, first : first + EPOCH].sum(1)).mean())
             for first in range(0, len(rollouts), EPOCH)
         ]
-        error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+        error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
         worst = float((off.mean(0) / taken.mean(0)).min())
         results[variant] = {"gain": float(gains.mean()), "error": error, "epochs": epochs, "worst_rollout": worst}
         by_epoch = ", ".join(f"{one:.3f}" for one in epochs)

@@ -141,12 +141,12 @@ class Draft(Section):
     """auto: history on a GPU, off on a CPU, where a step costs by the token. history: from the group's other samples,
     earlier rollouts of the prompt and the sequence itself. drafter: from a small model that learns from the policy as
     it trains. both: from the model where nothing in the history matches. How much is drafted is measured and chosen by
-    the size of the batch; where it does not pay, nothing is."""
+    the size of the batch, so that the last sequence ends soonest; where it does not pay, nothing is."""
     max_drafts: int = Field(32, ge=1, le=64)
     """Of one sequence in one step."""
     widths: Literal["odds", "aimd"] = "odds"
     """How many a sequence gets: as many as its record makes likely to be right, or two more after each step in which
-    all were right and two after any other."""
+    all were right and two after any other. If not all fit, those that others wait for come first."""
     library_tokens: int | None = Field(None, ge=1024)
     """Room for texts to draft from, on the engine's device; None: for every group that can run at a time. With less,
     some groups have no drafts."""

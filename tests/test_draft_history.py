@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.shelves import Text
 from slipstream.draft.widths import Rule
+from slipstream.engine import batcher
 from slipstream.engine.engine import Engine
 from slipstream.engine.strategy import OFF, Always, StepResult, Strategy
 from slipstream.models.loading import load_model
@@ -98,11 +99,11 @@ class Told(Always):
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
-        self.steps: list[tuple[int, float]] = []
+        self.steps: list[StepResult] = []
 
     def observe(self, step: StepResult) -> None:
         assert step.seconds > 0
-        self.steps.append((step.batch, step.tokens_each))
+        self.steps.append(step)
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 2])
@@ -115,8 +116,33 @@ def test_a_sequence_that_had_ended_when_its_step_ran_is_not_counted(steps_ahead:
         engine.submit(group)
     while engine.has_work:
         engine.step()
-    assert {tokens_each for _, tokens_each in policy.steps} == {1.0}
-    assert max(batch for batch, _ in policy.steps) == NUM_SLOTS
+    assert {step.tokens_each for step in policy.steps} == {1.0}
+    assert max(step.batch for step in policy.steps) == NUM_SLOTS
+
+
+@pytest.mark.parametrize("is_fed", [False, True])
+def test_a_policy_and_the_device_are_told_who_is_behind(is_fed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven sequences repeat a known text, the eighth does not: they wait for it, unless others take their slots."""
+    monkeypatch.setattr(batcher, "BEHIND_STEPS", 2)
+    sampling = SamplingParams(max_new_tokens=60)
+    requests = [Request(f"r{number}", f"r{number}", (number + 3, 5, 6), number, sampling) for number in range(8)]
+    texts = generate([[request] for request in requests[1:]])[0]
+    policy, settings = Told(Strategy(8.0)), {"max_sequences": NUM_SLOTS, "max_length": MAX_LENGTH, "is_fed": is_fed}
+    engine = Engine(tiny(), drafter=drafter_with(list(texts.values())), policy=policy, **settings)
+    for request in requests:
+        engine.submit([request])
+    on_device, behind_S = [], engine._state["behind"]
+    while engine.has_work:
+        engine.step()
+        on_device.append(behind_S.nonzero().flatten().tolist())
+    ends = [step for step in policy.steps if step.batch == 8][-3:]
+    assert all(step.others_follow == is_fed for step in policy.steps)
+    assert all((step.tokens_behind is None) == is_fed for step in ends)
+    if is_fed:
+        assert not any(on_device)
+    else:
+        assert on_device[4:9] == [[0]] * 5, "it has the first slot"
+        assert all(step.tokens_behind < step.tokens_each for step in ends)  # type: ignore[operator]
 
 
 def test_adversarial_history_changes_no_bit() -> None:

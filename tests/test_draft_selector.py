@@ -86,16 +86,19 @@ def test_sizes_of_batch_are_judged_apart() -> None:
     assert selector.best(2).drafts_each >= 4 and selector.best(200) == OFF
 
 
-def drive_with_some_behind(selector: Selector, batch: int, steps: int, share_alone: float) -> None:
-    """Drafts double the tokens of all but a few, and steps take half as long again; one of a single sequence takes this
-    share of the time."""
-    size_s = 1.0 if batch > 1 else share_alone
+def drive_with_some_behind(
+    selector: Selector, batch: int, steps: int, time: float = 1.0, *, others_follow: bool = False
+) -> int:
+    """Drafts double the tokens of all but those behind, who go on in smaller batches, and steps take half as long
+    again. How many steps had drafts."""
+    num_drafting = 0
     for _ in range(steps):
         way = selector.choose(batch)
-        tokens = 2.0 if way.drafts_each and batch > 1 else 1.0
-        behind = 1.1 if way.drafts_each else 1.0
-        seconds = size_s * (1.5 if way.drafts_each else 1.0)
-        selector.observe(StepResult(batch, way, tokens, seconds, tokens_behind=behind if batch > 1 else None))
+        behind, tokens = (1.1, 2.0 if batch == 16 else 1.1) if way.drafts_each else (1.0, 1.0)
+        seconds = time * (1.5 if way.drafts_each else 1.0)
+        selector.observe(StepResult(batch, way, tokens, seconds, False, None, behind, others_follow))
+        num_drafting += way.drafts_each > 0
+    return num_drafting
 
 
 @pytest.mark.parametrize(("share_alone", "pays"), [(0.9, False), (0.2, True)])
@@ -103,17 +106,30 @@ def test_who_is_behind_counts_by_how_much_of_a_step_it_would_take_alone(share_al
     """Once all others have ended, it goes on alone; what they got sooner has only made steps cheaper."""
     selector = Selector([OFF, Strategy(1.0)])
     drive_with_some_behind(selector, 1, 200, share_alone)
-    drive_with_some_behind(selector, 16, 500, share_alone)
+    drive_with_some_behind(selector, 4, 200, (1 + share_alone) / 2)
+    selector.take_saved_s()
+    drive_with_some_behind(selector, 16, 500)
     assert (selector.best(16) != OFF) == pays
     assert (selector.take_saved_s() > 0) == pays, "what drafts save is what the rollout takes less"
 
 
-def test_while_others_wait_all_count_the_same() -> None:
+def test_while_nothing_is_known_of_fewer_sequences_all_count_alike() -> None:
     selector = Selector([OFF, Strategy(1.0)])
-    for _ in range(500):
-        way = selector.choose(16)
-        selector.observe(StepResult(16, way, 2.0 if way.drafts_each else 1.0, 1.5 if way.drafts_each else 1.0))
+    drive_with_some_behind(selector, 16, 500)
     assert selector.best(16) != OFF
+    drive_with_some_behind(selector, 1, 200, 0.9)
+    drive_with_some_behind(selector, 16, 500)
+    assert selector.best(16) == OFF
+
+
+def test_where_others_take_the_slots_that_get_free_all_count_alike_also_at_the_end() -> None:
+    """Else drafts would be given up at the end of a rollout, and missed throughout the next."""
+    selector = Selector([OFF, Strategy(1.0)])
+    drive_with_some_behind(selector, 1, 200, 0.9)
+    drive_with_some_behind(selector, 16, 500, others_follow=True)
+    for _ in range(5):
+        assert drive_with_some_behind(selector, 16, 100) > 90
+        assert drive_with_some_behind(selector, 16, 300, others_follow=True) > 270
 
 
 def test_a_small_gain_does_not_make_it_change() -> None:

@@ -65,18 +65,33 @@ def test_with_pages_for_all_every_prompt_is_computed_once_but_for_its_last_token
 
 
 def test_while_others_wait_nobody_is_behind_and_then_who_may_sample_most() -> None:
+    """Also in a second rollout, whose sequences take the slots of the first."""
     bench = Bench(400, 24, num_slots=4, drafts=(8, 2))
-    groups = [make_group(f"g{number}", 1, 3, 7 + 6 * number) for number in range(6)]
-    for requests in groups:
-        bench.submit(requests)
-    met = set()
-    while bench.batcher.has_work:
-        bench.step()
-        met.add((bench.batcher.num_waiting > 0, bench.batcher.tokens_behind is None))
-        behind = [slot for slot, value in bench.behind.items() if value and bench.slots[slot].live]
-        for slot in behind:
-            assert bench.slots[slot].sequence.request.group == "g5"
-    assert met == {(True, True), (False, True), (False, False)}
+    for rollout in "ab":
+        for number in range(6):
+            bench.submit(make_group(f"{rollout}{number}", 1, 3, 7 + 6 * number))
+        met = set()
+        while bench.batcher.has_work:
+            bench.step()
+            assert bench.batcher.others_follow == (bench.batcher.num_waiting > 0)
+            met.add((bench.batcher.others_follow, bench.batcher.tokens_behind is None))
+            table = bench.batcher._table
+            behind = [bench.slots[slot].sequence for slot in table.in_turn if table["is_behind"][slot] > 0]
+            assert all(sequence.request.group.startswith(rollout) for sequence in behind)
+        assert met - {(False, True)} == {(True, True), (False, False)}
+
+
+def test_whoever_is_fed_by_somebody_or_ends_what_runs_knows_whether_others_follow() -> None:
+    fed = make_batcher(40, 64, 4, is_fed=True)
+    assert fed.others_follow
+    batcher = make_batcher(40, 64, 1)
+    assert not batcher.others_follow
+    for name in "ab":
+        batcher.submit(make_group(name, 1, 3, 9))
+    batcher.plan()
+    assert batcher.others_follow
+    batcher.admits_fresh = False
+    assert not batcher.others_follow
 
 
 ACTS = st.one_of(

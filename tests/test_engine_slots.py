@@ -121,19 +121,20 @@ def test_what_slots_sampled_by_hand() -> None:
     ("left", "behind"),
     [
         ([5, 9, 7, 7, 8, 3, 3, 1], [1, 4]),
-        ([9], []),
+        ([9], [0]),
         ([4, 9], [1]),
-        ([9, 9, 9, 9, 9, 9, 9, 4], []),
-        ([9, 9, 9, 4, 4, 4, 4, 4], []),
+        ([9, 9, 9, 9, 9, 9, 9, 4], [0, 1, 2, 3, 4, 5, 6]),
         ([9, 8, 8, 4, 4, 4, 4, 4], [0]),
+        ([9, 4, 4, 4, 4, 4, 4, 4], [0]),
+        ([4, 4, 4, 4], [0, 1, 2, 3]),
     ],
 )
-def test_a_quarter_at_most_is_behind_who_may_sample_more_than_the_next(left: list[int], behind: list[int]) -> None:
+def test_a_quarter_is_behind_or_all_who_are_last(left: list[int], behind: list[int]) -> None:
     table = SlotTable(9, MAX_LENGTH)
     for slot, count in enumerate(left):
         request = Request(str(slot), "g", (7, 7), 0, SamplingParams(max_new_tokens=count))
         table.seat(Running(request, slot=slot, seat=slot), num_computed=1, num_paged=16)
-    assert table.note_behind(are_any=True).tolist() == [[slot, 1] for slot in behind]
+    assert table.note_behind(are_any=True).tolist() == [[slot, int(slot in behind)] for slot in range(len(left))]
     assert table.note_behind(are_any=True).tolist() == [], "the device knows"
     assert np.flatnonzero(table["is_behind"]).tolist() == behind
     assert table.note_behind(are_any=False).tolist() == [[slot, 0] for slot in behind]

@@ -89,6 +89,8 @@ class Bucket:
     """Steps that show how the best way does now."""
     seen: Seen = field(default_factory=Seen)
     """Outside only."""
+    followed: float = 0.0
+    """In which share of the last steps others took the slots that got free."""
     right: dict[Strategy, deque[float]] = field(default_factory=dict)
     """By way: right drafts a sequence in each step of its last trial; of the best one, in its last steps."""
     of_model: deque[tuple[int, float]] = field(default_factory=deque)
@@ -225,7 +227,7 @@ class Bucket:
 
     @property
     def off_s(self) -> float:
-        """Of a step without drafts."""
+        """Seconds of a step without drafts."""
         return self.costs[OFF] * self.unit_s
 
     def gain(self, way: Strategy, errors: float = 0.0) -> float:

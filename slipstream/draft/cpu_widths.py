@@ -57,9 +57,9 @@ def share_out(is_aimd, found_S, window_S, hits_S, tries_S, behind_S, room, given
         window, hits, tries, behind = window_S[slot], hits_S[slot], tries_S[slot], behind_S[slot]
         given_S[slot] = min(found_S[slot], _cap(is_aimd, window, hits, tries, behind, chosen))
         milder = min(found_S[slot], _cap(is_aimd, window, hits, tries, behind, min(chosen + 1, LEVELS - 1)))
-        rest -= milder - given_S[slot]
-        if rest >= 0:
-            given_S[slot] = milder
+        more = min(milder - given_S[slot], rest)
+        given_S[slot] += more
+        rest -= more
 
 
 @numba.njit(cache=True)

@@ -1,4 +1,4 @@
-"""Which way of drafting pays, as measured: for each size of batch the one that gives most tokens a second, or none.
+"""Which way of drafting pays, as measured: for each size of batch the one with which rollouts end soonest, or none.
 
 Pure: it is told what a step did and how long it took, and says what the next one should do. A new size of batch tries
 every way for a few steps, but for those that cannot win by what the others have shown; afterwards the best stays until
@@ -9,9 +9,11 @@ Texts that repeat others come in stretches, in which copies are cheap and right,
 in a stretch are judged apart from those outside. There, a way that looks for copies also finds the next stretch, and
 what stretches bring counts against passing them by.
 
-A rollout takes as long as its last sequence. Where no other waits for a slot, the part of a step's time that it would
-take for a single sequence is over only with the last one; so for that part those that are behind count, and all of them
-only for the rest. They are mostly the hard ones: what is easy to draft is soon at its end.
+Where slots that get free are taken by others, that is the one that gives most tokens a second. Else a rollout takes as
+long as its last sequence: the part of a step's time that a single sequence would take is over only with that one, so
+for this part the tokens of those that are behind count, and those of all for the rest. The share is measured, and as
+long as nothing is known of fewer sequences all count alike. Those behind are mostly the hard ones: what is easy to
+draft is soon at its end.
 """
 
 from __future__ import annotations
@@ -59,8 +61,12 @@ OUTDATED = 3
 """Times as much may a trial cost of a way that has not been tried since the best way changed."""
 SURE = 0.25
 """With so many standard errors less than is believed of it, a way must still be clearly better to take over."""
-HOPELESS = 0.85
-"""A trial ends early when its way gives less than so many times the tokens of the best."""
+HOPELESS, HOPELESS_ROWS = 0.85, 512
+"""A trial ends early when its way gives less than so many times the tokens of the best, in steps and sequences that
+together make so many."""
+FOLLOWED, FOLLOWED_STEPS = 0.2, 500
+"""Of the last steps, about so many: where in more than this share others took the slots that got free, all sequences
+count alike in the other steps too. Else ways would be judged now by one measure, now by another."""
 PREPARING, FIRST_SHARE = 0.03, 3.0
 """On a GPU steps of a new size need a graph. Of the time that steps of a size of batch have taken, so much may go into
 preparing ways that were never tried there, and what drafts have saved: so a run that is short does not pay for others
@@ -238,7 +244,7 @@ class Selector:
         """A step that only decoded."""
         batch, strategy, is_matching = step.batch, step.strategy, step.is_matching
         bucket = self._bucket(batch, is_matching)
-        tokens_each, seconds = self._counted_tokens(step, bucket), step.seconds
+        counted_tokens, seconds = self._counted_tokens(step, bucket), step.seconds
         if strategy not in bucket.ways:
             return  # chosen for fewer sequences than were then seated
         bucket.ran_s += seconds
@@ -250,15 +256,15 @@ class Selector:
                 bucket.of_model.append((batch, batch * step.of_model))
             bucket.asked_at, bucket.asked_model = bucket.num_steps, self._model
         if OFF in bucket.costs and strategy != OFF:
-            saved_s = tokens_each / bucket.plain_rate(OFF) - seconds
+            saved_s = counted_tokens / bucket.plain_rate(OFF) - seconds
             self._saved_s, bucket.saved_s = self._saved_s + saved_s, bucket.saved_s + saved_s
         if is_matching or strategy.looks_for_matches:
-            self._bucket(batch).seen.add(tokens_each, seconds, not is_matching)
+            self._bucket(batch).seen.add(counted_tokens, seconds, not is_matching)
         bucket.num_steps += 1
         bucket.since_trial += 1
         if bucket.trial != strategy:
             if strategy == bucket.best and strategy in bucket.costs:
-                bucket.follow_best(tokens_each, seconds)
+                bucket.follow_best(counted_tokens, seconds)
                 # Before drafts are weighed against none, since the best way would then be another.
                 after = min(bucket.window, max(TRIAL, AFTER_ROWS // max(1, batch)))
                 if bucket.contender is not None and bucket.since_trial >= after:
@@ -266,11 +272,12 @@ class Selector:
                 if bucket.since_trial % bucket.window == 0:
                     self._guard(batch, bucket)
             return
-        bucket.trial_steps.append((tokens_each, seconds))
+        bucket.trial_steps.append((counted_tokens, seconds))
         counted = bucket.trial_steps[1:]  # the first may have prepared the others
         lengths, rest = divmod(len(counted), bucket.trial_length)
         is_over = lengths > 0 and rest == 0 and (lengths == PATIENCE or not bucket.is_open(strategy, counted))
-        if len(counted) >= min(FIRST_TRIAL, bucket.trial_length) - 1 and bucket.best in bucket.costs:
+        enough = min(FIRST_TRIAL, bucket.trial_length) - 1, HOPELESS_ROWS // batch
+        if len(counted) >= max(2, min(enough)) and bucket.best in bucket.costs:
             tokens = tokens_at_best([one - 1.0 for one, _ in counted], strategy, batch)
             took_s = statistics.median(step_s for _, step_s in counted)
             is_over |= bucket.worth(strategy) * tokens / took_s < HOPELESS * bucket.rate(bucket.best)
@@ -285,13 +292,14 @@ class Selector:
             self._note_hopeless(batch, bucket)
 
     def _counted_tokens(self, step: StepResult, bucket: Bucket) -> float:
-        """A sequence, as they count for when the last one ends."""
-        if step.tokens_behind is None:
+        """A step and sequence: those of all, or partly of those behind."""
+        bucket.followed += (step.others_follow - bucket.followed) / FOLLOWED_STEPS
+        all_count = step.others_follow or bucket.followed > FOLLOWED or OFF not in bucket.costs
+        plain = [one for one in self._buckets.values() if not one.is_matching and OFF in one.costs]
+        fewest = min((one for one in plain if one.size < bucket.size), key=lambda one: one.size, default=None)
+        if all_count or step.tokens_behind is None or fewest is None:
             return step.tokens_each
-        share = 1.0
-        if OFF in bucket.costs:
-            smaller = (one for one in self._buckets.values() if one.size < bucket.size and OFF in one.costs)
-            share = min(1.0, min((one.off_s for one in smaller), default=math.inf) / bucket.off_s)
+        share = min(1.0, fewest.off_s / bucket.off_s)
         return share * step.tokens_behind + (1.0 - share) * step.tokens_each
 
     def take_choices(self) -> list[Choice]:
@@ -299,8 +307,8 @@ class Selector:
         return choices
 
     def take_saved_s(self) -> float:
-        """By drafts since this was last asked, as estimated: what these tokens would have taken without, at the rates
-        measured."""
+        """By drafts since this was last asked, as estimated: what these tokens would have taken without, as they count,
+        at the rates measured."""
         saved_s, self._saved_s = self._saved_s, 0.0
         return saved_s
 
@@ -309,11 +317,11 @@ class Selector:
         return bucket.trial is None and not bucket.untried()
 
     def best(self, batch: int, is_matching: bool = False) -> Strategy:
-        """What has given most tokens a second so far."""
+        """What has proved best so far."""
         return self._bucket(batch, is_matching).best
 
     def rates(self, batch: int) -> dict[Strategy, float]:
-        """Tokens a second and sequence, by way, where they were measured."""
+        """Tokens a second and sequence, as they count, by way, where they were measured."""
         bucket = self._bucket(batch)
         return {strategy: bucket.plain_rate(strategy) for strategy in bucket.costs}
 

@@ -110,8 +110,8 @@ def _share(
     given = tl.minimum(found, _cap(window, hits, tries, tl.minimum(favour * chosen, _LEVELS - 1), IS_AIMD))
     next_S = tl.minimum(favour * (chosen + 1), _LEVELS - 1)
     more = tl.minimum(found, _cap(window, hits, tries, next_S, IS_AIMD)) - given
-    fits = tl.cumsum(more, 0) <= room - tl.sum(given, 0)
-    tl.store(given_out + slot, given + tl.where(fits, more, 0), here)
+    left = room - tl.sum(given, 0) - (tl.cumsum(more, 0) - more)
+    tl.store(given_out + slot, given + tl.minimum(more, tl.maximum(left, 0)), here)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ LEAST_CHANCE = 0.15
 LOG_STEP = math.log(LEAST_CHANCE) / (LEVELS - 1)
 """From one level to the next: of the chance that a draft must have to be tried."""
 FAVOUR = 4
-"""A draft of a row that is behind counts as likely as one of its fourth root."""
+"""A draft for a row that is behind counts with the fourth root of its chance; of windows, with four times the level."""
 MOST = 10_000
 """A cap on caps, where nothing was ever wrong."""
 FORGETTING = 0.9
@@ -49,13 +49,14 @@ def caps(rule: Rule, window_S: Tensor, hits_S: Tensor, tries_S: Tensor, behind_S
 
 def share_out(found_S: Tensor, caps_SK: Tensor, room: Tensor) -> Tensor:
     """Drafts each row gets: those found, capped by the mildest level that fits; what is left goes to the first rows
-    that the next level would give more."""
+    that the next level would give more, as far as it goes."""
     allowed_SK = torch.minimum(found_S.unsqueeze(1), caps_SK)
     level = ((allowed_SK.sum(0) <= room).sum() - 1).clamp(min=0)
     given_S = allowed_SK.index_select(1, level.view(1)).squeeze(1)
     next_S = allowed_SK.index_select(1, (level + 1).clamp(max=caps_SK.shape[1] - 1).view(1)).squeeze(1)
     more_S = next_S - given_S
-    return given_S + torch.where(more_S.cumsum(0) <= room - given_S.sum(), more_S, 0)
+    left_S = room - given_S.sum() - (more_S.cumsum(0) - more_S)
+    return given_S + torch.minimum(more_S, left_S.clamp(min=0))
 
 
 def learn_widths(

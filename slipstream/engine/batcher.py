@@ -47,10 +47,11 @@ class Batcher:
         page_tokens: int,
         stop_texts: StopTexts | None = None,
         keeps_origins: bool = False,
+        is_fed: bool = False,
         fit_drafts: Callable[[int, int], int] = lambda num_tokens, num_drafts: num_drafts,
     ) -> None:
-        """`keeps_origins`: rollouts say of each token where it came from. `fit_drafts`: how many drafts a step should
-        have, of its other tokens and the drafts it may have."""
+        """`keeps_origins`: rollouts say of each token where it came from. `is_fed`: others wait elsewhere for a free
+        slot. `fit_drafts`: how many drafts a step should have, of its other tokens and the drafts it may have."""
         if pool.num_pages * page_tokens < max_length:
             raise ValueError(
                 f"{pool.num_pages} pages of {page_tokens} tokens cannot hold one sequence of {max_length} tokens: "
@@ -60,15 +61,16 @@ class Batcher:
         self.max_step_tokens = max_step_tokens
         self.max_length = max_length
         self.page_tokens = page_tokens
-        self._stop_texts, self._keeps_origins = stop_texts, keeps_origins
+        self._stop_texts, self._keeps_origins, self._is_fed = stop_texts, keeps_origins, is_fed
         self._fit_drafts = fit_drafts
         self.admits_fresh = True
         """Whether sequences that have sampled nothing yet may take a free slot."""
         self.num_preempted = 0
         self.num_sampled = 0
         self.tokens_behind: float | None = None
-        """That sequences which are behind got in the step that was read last, on average; None if there were none."""
+        """That sequences which are behind by now got in the step that was read last, on average; None: nobody is."""
         self._num_plans = 0
+        """Of those that may draft."""
         self._seated: dict[str, Running] = {}
         self._at: dict[int, Running] = {}
         """The same, by slot."""
@@ -206,11 +208,16 @@ class Batcher:
         )
 
     def _look_who_is_behind(self) -> Ints:
-        """Now and then, since each time the device has to be told. While others wait for a slot, nobody is."""
+        """Now and then, since each time the device has to be told. While others will have the slots, nobody is."""
         self._num_plans += 1
         if self._num_plans % BEHIND_STEPS:
             return no_changes()
-        return self._table.note_behind(are_any=not self._groups)
+        return self._table.note_behind(are_any=not self.others_follow)
+
+    @property
+    def others_follow(self) -> bool:
+        """Whether a slot that gets free is taken by another."""
+        return self._is_fed or (bool(self._groups) and self.admits_fresh)
 
     def has_pages_for(self, num_tokens: int) -> bool:
         """Whether all who are here could have so many more without anybody giving up pages."""

@@ -85,11 +85,12 @@ class Engine:
         drafter: Drafter | None = None,
         policy: DraftPolicy | None = None,
         decode: Decode | None = None,
+        is_fed: bool = False,
     ) -> None:
         """`max_length`: longest prompt + response in tokens. `kv_tokens`: by default as many as `max_sequences` of that
         length need; with fewer, sequences are preempted under pressure and computed again. `fused` and `graphs` off
         give the plain twin. `steps_ahead`: steps launched before one is read; by default 2 on a GPU, else 0.
-        `decode`: for requests with stop texts."""
+        `decode`: for requests with stop texts. `is_fed`: by somebody with whom others wait for a free slot."""
         self.device = next(model.parameters()).device
         on_gpu = self.device.type == "cuda"
         if on_gpu and exact:
@@ -110,6 +111,7 @@ class Engine:
             page_tokens=PAGE_TOKENS,
             stop_texts=None if decode is None else StopTexts(decode),
             keeps_origins=drafter is not None,
+            is_fed=is_fed,
             **({"fit_drafts": fitted} if on_gpu and graphs else {}),
         )
         self._pages = KVPages(pool.num_pages, PAGE_TOKENS)
@@ -198,8 +200,7 @@ class Engine:
         self._paused = True
 
     def resume(self) -> None:
-        self._paused = False
-        self._last_done = None
+        self._paused, self._last_done = False, None
 
     @torch.inference_mode()
     def apply_weights(
@@ -402,17 +403,14 @@ class Engine:
 
         Sequences that had ended in a step launched earlier ran for nothing: they say nothing of what drafts give."""
         before, self._last_done = self._last_done, launched.done
-        plan = launched.plan
+        plan, batcher = launched.plan, self._batcher
         if before is None or not launched.was_prepared or plan.num_prefilled or not report.num_rows:
             return
-        if isinstance(launched.done, torch.cuda.Event):
-            seconds = before.elapsed_time(launched.done) / 1e3  # type: ignore[union-attr]
-        else:
-            seconds = launched.done - before  # type: ignore[operator]
+        seconds = launched.seconds_since(before)
         self._ahead.observe(seconds)
         if self.policy is not None:
-            result = result_of(launched.drafts, plan, report, seconds, self._batcher.tokens_behind)
-            self.policy.observe(result)
+            behind = batcher.tokens_behind, batcher.others_follow
+            self.policy.observe(result_of(launched.drafts, plan, report, seconds, *behind))
 
     def _withdraw(self, uid: str) -> PartialRollout:
         partial = self._batcher.withdraw(uid)

@@ -43,7 +43,7 @@ _COLUMNS = (
     "first_version",
     "cuts_tail",  # 1 if its distribution is cut
     "is_watched",  # 1 if it may end by a stop text
-    "is_behind",  # 1 if all others may have to wait for it, as the device knows
+    "is_behind",  # 1 if all others may have to wait for it, as the device knows; -1 if it is to be told in any case
 )
 Table = NDArray[np.void]
 
@@ -76,7 +76,7 @@ class TakenIn:
     text."""
     num_tokens: int
     num_behind: int
-    """Sequences in it that are behind."""
+    """Sequences in it that are behind by now; when it was launched others may have been."""
     tokens_behind: int
     """Theirs."""
 
@@ -119,7 +119,7 @@ class SlotTable:
             "first_version": sequence.first_version,
             "cuts_tail": sampling.cuts_tail,
             "is_watched": bool(sampling.stop),
-            "is_behind": self["is_behind"][slot],  # until it is looked again
+            "is_behind": -1,
         }
         self._table[slot] = tuple(row.values())
         self._stops_SE[slot] = NO_TOKEN
@@ -294,7 +294,7 @@ def _take_in(
         new[slot] += num_new
         left[slot] -= num_new
         num_sampled += num_new
-        if table["is_behind"][slot] and num_new:
+        if table["is_behind"][slot] > 0 and num_new:
             num_behind += 1
             tokens_behind += num_new
         if first_version[slot] < 0:
@@ -307,18 +307,25 @@ def _take_in(
 
 @numba.njit(cache=True)
 def _note_behind(table: Table, in_turn: Ints, are_any: bool) -> Ints:
-    left, is_behind = table["left"], table["is_behind"]
-    most_left = np.sort(left[in_turn])[::-1]
-    num_behind = -(-len(in_turn) // BEHIND)
+    is_behind, behind_R = table["is_behind"], are_behind(table["left"][in_turn])
     changed, num_changed = np.empty((len(in_turn), 2), np.int64), 0
-    for slot in in_turn:
-        # More than the next one has: of those who have as much as each other, nobody waits for any.
-        now = int(are_any and num_behind < len(in_turn) and left[slot] > most_left[num_behind])
+    for row, slot in enumerate(in_turn):
+        now = int(are_any and behind_R[row])
         if is_behind[slot] != now:
             is_behind[slot] = now
             changed[num_changed, 0], changed[num_changed, 1] = slot, now
             num_changed += 1
     return changed[:num_changed]
+
+
+@numba.njit(cache=True)
+def are_behind(left_R: Ints) -> NDArray[np.bool_]:
+    """Of sequences that may still sample so many tokens: a quarter at most, or all who have as many as the last."""
+    if not len(left_R):
+        return np.zeros(0, np.bool_)
+    rising_R, num_behind = np.sort(left_R), -(-len(left_R) // BEHIND)
+    next_one = rising_R[max(0, len(left_R) - num_behind - 1)]
+    return left_R >= min(next_one + 1, rising_R[-1])
 
 
 @numba.njit(cache=True)

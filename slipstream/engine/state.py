@@ -33,7 +33,7 @@ _FIELDS = (
     "limit",  # known tokens at which the sequence ends
     "allotted",  # tokens it may run in a step
     "live",  # 1 while it goes on
-    "behind",  # 1 if all others may have to wait for it: its drafts come first
+    "behind",  # 1 if all others may have to wait for it: drafts for it, if in a chain, are favoured
     "drafted",  # tokens that were drafted to follow those known
     "scripted",  # 1 if its tokens are in the buffer already and are walked, not sampled
     "seed_low",
@@ -202,6 +202,14 @@ class Launched:
     report: Tensor
     done: torch.cuda.Event | float
     """When the report is there."""
+
+    def seconds_since(self, earlier: torch.cuda.Event | float) -> float:
+        """From the end of another step to its own."""
+        if isinstance(self.done, torch.cuda.Event):
+            assert isinstance(earlier, torch.cuda.Event)
+            return earlier.elapsed_time(self.done) / 1e3
+        assert isinstance(earlier, float)
+        return self.done - earlier
 
 
 def _float_bits(value: float) -> int:

@@ -83,7 +83,9 @@ class StepResult:
     of_model: float | None = None
     """Of the tokens each, those that a learned drafter had drafted; None: it was not asked."""
     tokens_behind: float | None = None
-    """That a sequence got which all others may have to wait for; None: there is none."""
+    """That a sequence got which all others may have to wait for; None: it is not known who."""
+    others_follow: bool = False
+    """Whether others will have the slots that get free, so that nobody waits for the last one."""
 
 
 def size_of(batch: int) -> int:
@@ -158,19 +160,24 @@ class StepDrafts:
 
 
 def result_of(
-    drafts: StepDrafts, plan: StepPlan, report: Report, seconds: float, tokens_behind: float | None
+    drafts: StepDrafts,
+    plan: StepPlan,
+    report: Report,
+    seconds: float,
+    tokens_behind: float | None = None,
+    others_follow: bool = False,
 ) -> StepResult:
     """By what was reported of its sequences; there may be fewer than ran, if some had ended."""
-    tokens_each = sum(report.num_from) / report.num_rows
     was_asked = plan.num_drafts > 0 and drafts.strategy.depth > 0
     return StepResult(
         batch=len(plan.samplers),
         strategy=drafts.strategy,
-        tokens_each=tokens_each,
+        tokens_each=sum(report.num_from) / report.num_rows,
         seconds=seconds,
         is_matching=drafts.is_matching,
         of_model=report.num_from[MODEL_ORIGIN] / report.num_rows if was_asked else None,
         tokens_behind=tokens_behind,
+        others_follow=others_follow,
     )
 
 

@@ -119,41 +119,47 @@ def main() -> None:
                 f"train.steps={arguments.epochs * steps_an_epoch}",
                 f"draft.source={source}",
             )[-arguments.epochs * steps_an_epoch :]
-        tokens = {source: tokens_of(Path(folder, source)) for source in sources}
-        weights = {source: weights_of(Path(folder, source)) for source in sources}
-    first, *others = sources
-    plain = tokens[first]
-    if not any(row.get("actor/grad_norm") for row in runs[first]):
-        raise SystemExit("no step had a gradient, so the same weights would say nothing: give more --warmup-steps")
-    record["rollouts"] = len(plain)
-    record["identical"] = {source: sum(plain[uid] == tokens[source].get(uid) for uid in plain) for source in others}
-    record["same_weights"] = {source: weights[source] == weights[first] for source in others}
-    record["steps"] = {source: [kept(row) for row in rows] for source, rows in runs.items()}
-    record["epochs"] = []
-    for epoch in range(arguments.epochs):
-        part = slice(epoch * steps_an_epoch, (epoch + 1) * steps_an_epoch)
-        seconds = {source: statistics.fmean(row["timing_s/gen"] for row in rows[part]) for source, rows in runs.items()}
-        plain_rows = runs[first][part]
-        line: dict[str, Any] = {
-            "epoch": epoch,
-            "gen_s": seconds,
-            "reward": statistics.fmean(row["reward/mean"] for row in plain_rows),
-            "length": statistics.fmean(row["response_length/mean"] for row in plain_rows),
-        }
-        for source in others:
-            rows = runs[source][part]
-            line[source] = {
-                "gain": seconds[first] / seconds[source],
-                "tokens_a_step": statistics.fmean(row[f"{SPEC}accept_length"] for row in rows),
-                "accepted_share": sum(row[f"{SPEC}accepted"] for row in rows)
-                / sum(row["rollout/tokens"] for row in rows),
-            }
-        record["epochs"].append(line)
+            tokens, weights = tokens_of(Path(folder, source)), weights_of(Path(folder, source))
+            if source == sources[0]:
+                plain, plain_weights = tokens, weights
+                record |= {"rollouts": len(plain), "identical": {}, "same_weights": {}}
+                if not any(row.get("actor/grad_norm") for row in runs[source]):
+                    raise SystemExit(
+                        "no step had a gradient, so the same weights would say nothing: give more --warmup-steps"
+                    )
+            else:
+                record["identical"][source] = sum(plain[uid] == tokens.get(uid) for uid in plain)
+                record["same_weights"][source] = weights == plain_weights
+            record["steps"] = {source: [kept(row) for row in rows] for source, rows in runs.items()}
+            record["epochs"] = [epoch_of(runs, epoch, steps_an_epoch) for epoch in range(arguments.epochs)]
+            # After each of them: whoever is cut off keeps what there is.
+            arguments.out.write_text(json.dumps(record, indent=1, default=str) + "\n")
+    for line in record["epochs"]:
         print(json.dumps(line), flush=True)
-    for source in others:
+    for source in sources[1:]:
         same = "the same" if record["same_weights"][source] else "NOT the same"
         print(f"{source}: {record['identical'][source]} of {len(plain)} rollouts identical, the last weights {same}")
-    arguments.out.write_text(json.dumps(record, indent=1, default=str) + "\n")
+
+
+def epoch_of(runs: dict[str, list[dict[str, Any]]], epoch: int, num_steps: int) -> dict[str, Any]:
+    """Seconds of the runs so far, and what they gained over the first."""
+    part = slice(epoch * num_steps, (epoch + 1) * num_steps)
+    seconds = {source: statistics.fmean(row["timing_s/gen"] for row in rows[part]) for source, rows in runs.items()}
+    first, *others = runs
+    line: dict[str, Any] = {
+        "epoch": epoch,
+        "gen_s": seconds,
+        "reward": statistics.fmean(row["reward/mean"] for row in runs[first][part]),
+        "length": statistics.fmean(row["response_length/mean"] for row in runs[first][part]),
+    }
+    for source in others:
+        rows = runs[source][part]
+        line[source] = {
+            "gain": seconds[first] / seconds[source],
+            "tokens_a_step": statistics.fmean(row[f"{SPEC}accept_length"] for row in rows),
+            "accepted_share": sum(row[f"{SPEC}accepted"] for row in rows) / sum(row["rollout/tokens"] for row in rows),
+        }
+    return line
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from slipstream.draft.widths import FORGETTING
 from slipstream.engine.batcher import BEHIND_STEPS
 from slipstream.engine.fitting import fitted
 from slipstream.engine.slots import are_behind
-from slipstream.engine.strategy import OFF, Demand, StepDrafts, StepResult, Strategy, size_of
+from slipstream.engine.strategy import OFF, Demand, Feeding, StepDrafts, StepResult, Strategy, size_of
 
 CHAINS = tuple(way for way in MODEL_STRATEGIES if way.branches == 1)
 """Of trees too few steps were recorded."""
@@ -43,19 +43,21 @@ VARIANTS = {"all alike": (False, False), "those behind counted": (True, False), 
 
 class Times:
     """Milliseconds of a step. A way that was not recorded with so many sequences costs as much more than none as with
-    the next number of them."""
+    the next number of them; and none without telling the drafter as much less than with."""
 
     def __init__(self, rows: list[list[Any]]) -> None:
-        self._known = {(size, Strategy(*way)): median_ms for size, *way, _, median_ms in rows}
-        self._all = {(size, way): self._of(size, way) for size, _ in self._known for way in CHAINS}
+        self._known = {(size, (Strategy(*way), feeding)): ms for size, *way, feeding, _, ms in rows}
+        kinds = [(OFF, Feeding.NOTHING), (OFF, Feeding.KEYS), *((way, Feeding.ALL) for way in CHAINS if way != OFF)]
+        self._all = {(size, *kind): self._of(size, kind) for size, _ in self._known for kind in kinds}
 
-    def _of(self, size: int, way: Strategy) -> float:
-        sizes = [other for other, one in self._known if one == way]
+    def _of(self, size: int, kind: tuple[Strategy, Feeding]) -> float:
+        told = OFF, Feeding.KEYS
+        sizes = [other for other, one in self._known if one == kind]
         nearest = min(sizes, key=lambda other: abs(math.log(other / size)))
-        return self._known[size, OFF] * self._known[nearest, way] / self._known[nearest, OFF]
+        return self._known[size, told] * self._known[nearest, kind] / self._known[nearest, told]
 
-    def of(self, batch: int, way: Strategy) -> float:
-        return self._all[size_of(batch), way]
+    def of(self, batch: int, way: Strategy, feeding: Feeding) -> float:
+        return self._all[size_of(batch), way, feeding]
 
 
 def odds_of(rollout: list[list[int]], dice: np.random.Generator) -> NDArray[np.float64]:
@@ -96,6 +98,8 @@ class Run:
         seconds, num_steps = 0.0, 0
         while (here := np.flatnonzero(left > 0)).size:
             way = self._selector.choose(len(here)) if self._selector else OFF
+            feeding = self._selector.feed(len(here)) if self._selector else Feeding.NOTHING
+            feeding = Feeding.ALL if way.depth else feeding
             num_steps += 1
             if num_steps % BEHIND_STEPS == 0:
                 behind[here] = are_behind(may_have[here])
@@ -108,14 +112,15 @@ class Run:
             tokens = np.minimum(right + 1, left[here])
             left[here] -= tokens
             may_have[here] -= tokens
-            step_s = self._times.of(len(here), way) * math.exp(self._dice.normal(0, NOISE)) / 1e3
+            step_s = self._times.of(len(here), way, feeding) * math.exp(self._dice.normal(0, NOISE)) / 1e3
             seconds += step_s
             if self._selector is not None:
                 of_model = float(right.mean()) if way.depth else None
                 of_behind = None
                 if self._counts_behind and behind[here].any():
                     of_behind = float(tokens[behind[here] > 0].mean())
-                unread.append(StepResult(len(here), way, float(tokens.mean()), step_s, False, of_model, of_behind))
+                told = {"of_model": of_model, "tokens_behind": of_behind, "is_fed": feeding > Feeding.NOTHING}
+                unread.append(StepResult(len(here), way, float(tokens.mean()), step_s, **told))  # type: ignore[arg-type]
                 while len(unread) > STEPS_AHEAD:
                     self._selector.observe(unread.popleft())
         return seconds

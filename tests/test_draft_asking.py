@@ -211,6 +211,33 @@ def test_a_model_that_is_right_but_never_pays_is_left_alone_in_most_rollouts() -
         assert one["asked"] < (100 if was_told else 1) and one["alone"] in ((0, 1) if was_told else (499, 500))
 
 
+@pytest.mark.parametrize(("price", "pays"), [(0.06, False), (0.005, True)])
+def test_a_model_that_saves_less_than_it_takes_to_tell_it_is_left_alone_in_most_rollouts(
+    price: float, pays: bool
+) -> None:
+    """It pays for the last few, and for all of them it has to be told what is said."""
+    selector, dice = Selector(MODEL_STRATEGIES, has_model=False), random.Random(7)
+    are_told = []
+    for number in range(14):
+        if number == 1:
+            selector.note_new_model()
+        num_told = 0
+        for batch, steps in {64: 600, 4: 150}.items():
+            for _ in range(steps):
+                way = selector.choose(batch)
+                is_fed = way.depth > 0 or selector.feed(batch) > Feeding.NOTHING
+                num_told += is_fed
+                tokens = 1.0 + 0.5 * (way.depth > 0)
+                seconds = (1.0 + (0.3 if batch == 4 else 1.0) * way.depth + price * is_fed) * dice.uniform(0.98, 1.02)
+                step = StepResult(
+                    batch, way, tokens, seconds, False, tokens - 1.0 if way.depth else None, is_fed=is_fed
+                )
+                selector.observe(step)
+        are_told.append(num_told > 100)
+    assert not are_told[0] and (sum(are_told) > 10) == pays and are_told[1]
+    assert pays or sum(are_told) in (3, 4), are_told
+
+
 @pytest.mark.parametrize("num_many", [300, 4000, 5500])
 def test_a_model_that_pays_for_the_last_few_alone_is_found(num_many: int) -> None:
     """However long there are many, for whom it does not."""

@@ -39,6 +39,10 @@ HARDLY_EVER = 0.1
 """Right drafts a step and sequence: a model with fewer is of no use to any size of batch."""
 ASKED, ASKED_ROWS = 32, 32
 """Steps of ways that ask a model, the last ones, which show how often it is right; sequences in them, at least."""
+FEEDING = 0.03
+"""Of a step's time that a model takes which is told of it, as long as that was not measured."""
+PACE = 0.05
+"""Of what is known of how long steps without drafts take, with and without telling a model: the weight of the last."""
 SEEN_STEPS = 4000
 """Steps after which what stretches of repeated text brought is half forgotten."""
 MANY_DRAFTS, FEW_ROWS = 8, 32
@@ -91,6 +95,10 @@ class Bucket:
     """Outside only."""
     followed: float = 0.0
     """In which share of the last steps others took the slots that got free."""
+    fed_s: float = 0.0
+    """Of steps without drafts of which a model was told; 0: there were none."""
+    unfed_s: float = 0.0
+    """And of which none was."""
     right: dict[Strategy, deque[float]] = field(default_factory=dict)
     """By way: right drafts a sequence in each step of its last trial; of the best one, in its last steps."""
     of_model: deque[tuple[int, float]] = field(default_factory=deque)
@@ -224,6 +232,17 @@ class Bucket:
 
     def plain_rate(self, way: Strategy) -> float:
         return self.tokens(way) / (self.costs[way] * self.unit_s)
+
+    def note_off(self, seconds: float, is_fed: bool) -> None:
+        """A step without drafts took so long."""
+        known_s = (self.fed_s if is_fed else self.unfed_s) or seconds
+        known_s += PACE * (min(seconds, 2 * known_s) - known_s)  # a single step may take any time
+        self.fed_s, self.unfed_s = (known_s, self.unfed_s) if is_fed else (self.fed_s, known_s)
+
+    @property
+    def feeding(self) -> float:
+        """The share of a step without drafts that it takes to tell a model of it."""
+        return max(0.0, 1.0 - self.unfed_s / self.fed_s) if self.fed_s and self.unfed_s else FEEDING
 
     @property
     def off_s(self) -> float:

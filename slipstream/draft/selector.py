@@ -10,10 +10,8 @@ in a stretch are judged apart from those outside. There, a way that looks for co
 what stretches bring counts against passing them by.
 
 Where slots that get free are taken by others, that is the one that gives most tokens a second. Else a rollout takes as
-long as its last sequence: the part of a step's time that a single sequence would take is over only with that one, so
-for this part the tokens of those that are behind count, and those of all for the rest. The share is measured, and as
-long as nothing is known of fewer sequences all count alike. Those behind are mostly the hard ones: what is easy to
-draft is soon at its end.
+long as its last sequence, mostly a hard one: the part of a step's time that a single sequence would take is over only
+with that one, so for this part the tokens of those that are behind count, and for the rest those of all.
 """
 
 from __future__ import annotations
@@ -138,7 +136,7 @@ class Selector:
             self._consider_trial(bucket, max(1, batch))
         if bucket.trial is not None and bucket.trial.depth and not self._asking.is_on:
             bucket.trial, bucket.trial_steps = None, []  # it was told nothing since
-        return bucket.trial or bucket.best
+        return bucket.trial or self.best(batch, is_matching)
 
     def feed(self, batch: int) -> Feeding:
         """What a learned drafter gets of a step of so many sequences that does not ask it: nothing while it is of no
@@ -255,9 +253,14 @@ class Selector:
             if bucket.trial != strategy or bucket.trial_steps:  # before the first of a trial it was not ready
                 bucket.of_model.append((batch, batch * step.of_model))
             bucket.asked_at, bucket.asked_model = bucket.num_steps, self._model
-        if OFF in bucket.costs and strategy != OFF:
-            saved_s = counted_tokens / bucket.plain_rate(OFF) - seconds
-            self._saved_s, bucket.saved_s = self._saved_s + saved_s, bucket.saved_s + saved_s
+        drafts = strategy != OFF and OFF in bucket.costs
+        saved_s = counted_tokens / bucket.plain_rate(OFF) - seconds if drafts else 0.0
+        self._saved_s, bucket.saved_s = self._saved_s + saved_s, bucket.saved_s + saved_s
+        if strategy == OFF:
+            self._bucket(batch).note_off(seconds, step.is_fed)
+        if step.is_fed or strategy.depth:
+            feeding_s = self._bucket(batch).feeding * (seconds + saved_s)
+            self._asking.note_gain(saved_s - feeding_s if strategy.depth else -feeding_s)
         if is_matching or strategy.looks_for_matches:
             self._bucket(batch).seen.add(counted_tokens, seconds, not is_matching)
         bucket.num_steps += 1
@@ -292,7 +295,7 @@ class Selector:
             self._note_hopeless(batch, bucket)
 
     def _counted_tokens(self, step: StepResult, bucket: Bucket) -> float:
-        """A step and sequence: those of all, or partly of those behind."""
+        """A step and sequence: those of all, or partly of those behind, if it is known what fewer sequences take."""
         bucket.followed += (step.others_follow - bucket.followed) / FOLLOWED_STEPS
         all_count = step.others_follow or bucket.followed > FOLLOWED or OFF not in bucket.costs
         plain = [one for one in self._buckets.values() if not one.is_matching and OFF in one.costs]
@@ -317,8 +320,9 @@ class Selector:
         return bucket.trial is None and not bucket.untried()
 
     def best(self, batch: int, is_matching: bool = False) -> Strategy:
-        """What has proved best so far."""
-        return self._bucket(batch, is_matching).best
+        """What has proved best so far; without a model while it is told nothing."""
+        bucket = self._bucket(batch, is_matching)
+        return bucket.best if self._asking.may_ask or not bucket.best.depth else bucket.without_model()
 
     def rates(self, batch: int) -> dict[Strategy, float]:
         """Tokens a second and sequence, as they count, by way, where they were measured."""

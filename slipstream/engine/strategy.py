@@ -86,6 +86,8 @@ class StepResult:
     """That a sequence got which all others may have to wait for; None: it is not known who."""
     others_follow: bool = False
     """Whether others will have the slots that get free, so that nobody waits for the last one."""
+    is_fed: bool = False
+    """Whether a learned drafter was told of it."""
 
 
 def size_of(batch: int) -> int:
@@ -178,6 +180,7 @@ def result_of(
         of_model=report.num_from[MODEL_ORIGIN] / report.num_rows if was_asked else None,
         tokens_behind=tokens_behind,
         others_follow=others_follow,
+        is_fed=drafts.feeding > Feeding.NOTHING,
     )
 
 

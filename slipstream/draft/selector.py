@@ -297,12 +297,12 @@ class Selector:
     def _counted_tokens(self, step: StepResult, bucket: Bucket) -> float:
         """A step and sequence: those of all, or partly of those behind, if it is known what fewer sequences take."""
         bucket.followed += (step.others_follow - bucket.followed) / FOLLOWED_STEPS
-        all_count = step.others_follow or bucket.followed > FOLLOWED or OFF not in bucket.costs
-        plain = [one for one in self._buckets.values() if not one.is_matching and OFF in one.costs]
-        fewest = min((one for one in plain if one.size < bucket.size), key=lambda one: one.size, default=None)
-        if all_count or step.tokens_behind is None or fewest is None:
+        if step.others_follow or step.tokens_behind is None or bucket.followed > FOLLOWED:
             return step.tokens_each
-        share = min(1.0, fewest.off_s / bucket.off_s)
+        known = (size for (size, is_matching), one in self._buckets.items() if not is_matching and OFF in one.costs)
+        fewest, share = min(known, default=bucket.size), 0.0
+        if fewest < bucket.size and OFF in bucket.costs:
+            share = min(1.0, self._bucket(fewest).off_s / bucket.off_s)
         return share * step.tokens_behind + (1.0 - share) * step.tokens_each
 
     def take_choices(self) -> list[Choice]:

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from slipstream.draft import cpu_widths
+from slipstream.draft import cpu_widths, widths
 from slipstream.draft.selector import MODEL_STRATEGIES, Selector
-from slipstream.draft.widths import FORGETTING
 from slipstream.engine.batcher import BEHIND_STEPS
 from slipstream.engine.fitting import fitted
 from slipstream.engine.slots import are_behind
@@ -93,7 +93,8 @@ class Run:
         odds = odds_of(recorded, np.random.default_rng((self._seed, self._num_rollouts)))
         left = np.array([length for length, _, _ in recorded])
         may_have = np.full(len(left), self._max_new_tokens)
-        hits, tries, behind = (np.zeros(len(left), kind) for kind in (np.float32, np.float32, np.int32))
+        window, hits, tries = np.full(len(left), widths.START_WIDTH), *np.zeros((2, len(left)), np.float32)
+        behind = np.zeros(len(left), np.int32)
         unread: deque[StepResult] = deque()
         seconds, num_steps = 0.0, 0
         while (here := np.flatnonzero(left > 0)).size:
@@ -103,12 +104,13 @@ class Run:
             num_steps += 1
             if num_steps % BEHIND_STEPS == 0:
                 behind[here] = are_behind(may_have[here])
-            drafted = self._drafts(way, left[here], hits[here], tries[here], behind[here] * self._serves_behind)
+            record = tuple(line[here] for line in (window, hits, tries))
+            drafted = self._drafts(way, left[here], *record, behind[here] * self._serves_behind)
             right = (self._dice.random((len(here), max(1, way.depth))) < odds[here, None]).cumprod(1).sum(1)
             right = np.minimum(right, drafted)
-            had, missed = drafted > 0, right < drafted
-            hits[here] = np.where(had, FORGETTING * hits[here] + right, hits[here])
-            tries[here] = np.where(had, FORGETTING * tries[here] + right + missed, tries[here])
+            if way.depth:
+                widths.learn_widths(*map(torch.from_numpy, (drafted, right, *record)), max_drafts=way.depth)
+                window[here], hits[here], tries[here] = record
             tokens = np.minimum(right + 1, left[here])
             left[here] -= tokens
             may_have[here] -= tokens
@@ -126,13 +128,19 @@ class Run:
         return seconds
 
     def _drafts(
-        self, way: Strategy, left: NDArray[Any], hits: NDArray[Any], tries: NDArray[Any], behind: NDArray[Any]
+        self,
+        way: Strategy,
+        left: NDArray[Any],
+        window: NDArray[Any],
+        hits: NDArray[Any],
+        tries: NDArray[Any],
+        behind: NDArray[Any],
     ) -> NDArray[np.int32]:
         drafted = np.zeros(len(left), np.int32)
         if way.depth:
             wanted = self._demand.room(way, len(left))
             room = fitted(len(left), wanted)
-            window, found = np.full(len(left), 2, np.int32), np.minimum(way.depth, left - 1).astype(np.int32)
+            found = np.minimum(way.depth, left - 1).astype(np.int32)
             cpu_widths.share_out(False, found, window, hits, tries, behind.astype(np.int32), room, drafted)
             self._demand.observe(StepDrafts(len(left), False, way, wanted), room, int(drafted.sum()))
         return drafted
@@ -165,11 +173,12 @@ def main() -> None:
             float((off[:, first : first + EPOCH].sum(1) / taken[:, first : first + EPOCH].sum(1)).mean())
             for first in range(0, len(rollouts), EPOCH)
         ]
-        error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
+        error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else None
         worst = float((off.mean(0) / taken.mean(0)).min())
         results[variant] = {"gain": float(gains.mean()), "error": error, "epochs": epochs, "worst_rollout": worst}
         by_epoch = ", ".join(f"{one:.3f}" for one in epochs)
-        print(f"{variant}: {gains.mean():.3f} +- {error:.3f} times as fast, by epoch {by_epoch}; worst {worst:.3f}")
+        spread = "" if error is None else f" +- {error:.3f}"
+        print(f"{variant}: {gains.mean():.3f}{spread} times as fast, by epoch {by_epoch}; worst {worst:.3f}")
     if arguments.out:
         line = {"what": "benchmarks/rollout_replay.py", "record": arguments.record.name, "seeds": arguments.seeds}
         arguments.out.write_text(json.dumps(line | {"off_s": float(off.sum(1).mean()), **results}, indent=1) + "\n")

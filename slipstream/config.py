@@ -146,7 +146,7 @@ class Draft(Section):
     """Of one sequence in one step."""
     widths: Literal["odds", "aimd"] = "odds"
     """How many a sequence gets: as many as its record makes likely to be right, or two more after each step in which
-    all were right and two after any other. If not all fit, those that others wait for come first."""
+    all were right and two after any other. If not all fit, those that others wait for are favoured."""
     library_tokens: int | None = Field(None, ge=1024)
     """Room for texts to draft from, on the engine's device; None: for every group that can run at a time. With less,
     some groups have no drafts."""

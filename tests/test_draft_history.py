@@ -120,15 +120,16 @@ def test_a_sequence_that_had_ended_when_its_step_ran_is_not_counted(steps_ahead:
     assert max(step.batch for step in policy.steps) == NUM_SLOTS
 
 
-@pytest.mark.parametrize("is_fed", [False, True])
-def test_a_policy_and_the_device_are_told_who_is_behind(is_fed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("others_follow", [False, True])
+def test_a_policy_and_the_device_are_told_who_is_behind(others_follow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven sequences repeat a known text, the eighth does not: they wait for it, unless others take their slots."""
     monkeypatch.setattr(batcher, "BEHIND_STEPS", 2)
     sampling = SamplingParams(max_new_tokens=60)
     requests = [Request(f"r{number}", f"r{number}", (number + 3, 5, 6), number, sampling) for number in range(8)]
     texts = generate([[request] for request in requests[1:]])[0]
-    policy, settings = Told(Strategy(8.0)), {"max_sequences": NUM_SLOTS, "max_length": MAX_LENGTH, "is_fed": is_fed}
-    engine = Engine(tiny(), drafter=drafter_with(list(texts.values())), policy=policy, **settings)
+    policy, settings = Told(Strategy(8.0)), {"max_sequences": NUM_SLOTS, "max_length": MAX_LENGTH}
+    drafter = drafter_with(list(texts.values()))
+    engine = Engine(tiny(), drafter=drafter, policy=policy, others_follow=others_follow, **settings)
     for request in requests:
         engine.submit([request])
     on_device, behind_S = [], engine._state["behind"]
@@ -136,9 +137,9 @@ def test_a_policy_and_the_device_are_told_who_is_behind(is_fed: bool, monkeypatc
         engine.step()
         on_device.append(behind_S.nonzero().flatten().tolist())
     ends = [step for step in policy.steps if step.batch == 8][-3:]
-    assert all(step.others_follow == is_fed for step in policy.steps)
-    assert all((step.tokens_behind is None) == is_fed for step in ends)
-    if is_fed:
+    assert all(step.others_follow == others_follow for step in policy.steps)
+    assert all((step.tokens_behind is None) == others_follow for step in ends)
+    if others_follow:
         assert not any(on_device)
     else:
         assert on_device[4:9] == [[0]] * 5, "it has the first slot"

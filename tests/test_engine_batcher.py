@@ -81,8 +81,8 @@ def test_while_others_wait_nobody_is_behind_and_then_who_may_sample_most() -> No
         assert met - {(False, True)} == {(True, True), (False, False)}
 
 
-def test_whoever_is_fed_by_somebody_or_ends_what_runs_knows_whether_others_follow() -> None:
-    fed = make_batcher(40, 64, 4, is_fed=True)
+def test_others_follow_who_wait_elsewhere_or_here_unless_only_what_runs_is_ended() -> None:
+    fed = make_batcher(40, 64, 4, others_follow=True)
     assert fed.others_follow
     batcher = make_batcher(40, 64, 1)
     assert not batcher.others_follow

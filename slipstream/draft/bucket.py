@@ -95,10 +95,8 @@ class Bucket:
     """Outside only."""
     followed: float = 0.0
     """In which share of the last steps others took the slots that got free."""
-    fed_s: float = 0.0
-    """Of steps without drafts of which a model was told; 0: there were none."""
-    unfed_s: float = 0.0
-    """And of which none was."""
+    paces: dict[bool, float] = field(default_factory=dict)
+    """Seconds of steps without drafts, by whether a model was told of them."""
     right: dict[Strategy, deque[float]] = field(default_factory=dict)
     """By way: right drafts a sequence in each step of its last trial; of the best one, in its last steps."""
     of_model: deque[tuple[int, float]] = field(default_factory=deque)
@@ -235,14 +233,13 @@ class Bucket:
 
     def note_off(self, seconds: float, is_fed: bool) -> None:
         """A step without drafts took so long."""
-        known_s = (self.fed_s if is_fed else self.unfed_s) or seconds
-        known_s += PACE * (min(seconds, 2 * known_s) - known_s)  # a single step may take any time
-        self.fed_s, self.unfed_s = (known_s, self.unfed_s) if is_fed else (self.fed_s, known_s)
+        known_s = self.paces.get(is_fed, seconds)
+        self.paces[is_fed] = known_s + PACE * (min(seconds, 2 * known_s) - known_s)  # a single one may take any time
 
     @property
     def feeding(self) -> float:
         """The share of a step without drafts that it takes to tell a model of it."""
-        return max(0.0, 1.0 - self.unfed_s / self.fed_s) if self.fed_s and self.unfed_s else FEEDING
+        return max(0.0, 1.0 - self.paces[False] / self.paces[True]) if len(self.paces) == 2 else FEEDING
 
     @property
     def off_s(self) -> float:

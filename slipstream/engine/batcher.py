@@ -47,11 +47,11 @@ class Batcher:
         page_tokens: int,
         stop_texts: StopTexts | None = None,
         keeps_origins: bool = False,
-        is_fed: bool = False,
+        others_follow: bool = False,
         fit_drafts: Callable[[int, int], int] = lambda num_tokens, num_drafts: num_drafts,
     ) -> None:
-        """`keeps_origins`: rollouts say of each token where it came from. `is_fed`: others wait elsewhere for a free
-        slot. `fit_drafts`: how many drafts a step should have, of its other tokens and the drafts it may have."""
+        """`keeps_origins`: rollouts say of each token where it came from. `others_follow`: they wait
+        elsewhere. `fit_drafts`: how many drafts a step should have, of its other tokens and the drafts it may have."""
         if pool.num_pages * page_tokens < max_length:
             raise ValueError(
                 f"{pool.num_pages} pages of {page_tokens} tokens cannot hold one sequence of {max_length} tokens: "
@@ -61,7 +61,7 @@ class Batcher:
         self.max_step_tokens = max_step_tokens
         self.max_length = max_length
         self.page_tokens = page_tokens
-        self._stop_texts, self._keeps_origins, self._is_fed = stop_texts, keeps_origins, is_fed
+        self._stop_texts, self._keeps_origins, self._others_follow = stop_texts, keeps_origins, others_follow
         self._fit_drafts = fit_drafts
         self.admits_fresh = True
         """Whether sequences that have sampled nothing yet may take a free slot."""
@@ -217,7 +217,7 @@ class Batcher:
     @property
     def others_follow(self) -> bool:
         """Whether a slot that gets free is taken by another."""
-        return self._is_fed or (bool(self._groups) and self.admits_fresh)
+        return self._others_follow or (bool(self._groups) and self.admits_fresh)
 
     def has_pages_for(self, num_tokens: int) -> bool:
         """Whether all who are here could have so many more without anybody giving up pages."""

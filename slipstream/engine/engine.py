@@ -85,12 +85,12 @@ class Engine:
         drafter: Drafter | None = None,
         policy: DraftPolicy | None = None,
         decode: Decode | None = None,
-        is_fed: bool = False,
+        others_follow: bool = False,
     ) -> None:
         """`max_length`: longest prompt + response in tokens. `kv_tokens`: by default as many as `max_sequences` of that
         length need; with fewer, sequences are preempted under pressure and computed again. `fused` and `graphs` off
         give the plain twin. `steps_ahead`: steps launched before one is read; by default 2 on a GPU, else 0.
-        `decode`: for requests with stop texts. `is_fed`: by somebody with whom others wait for a free slot."""
+        `decode`: for requests with stop texts. `others_follow`: they wait for slots elsewhere."""
         self.device = next(model.parameters()).device
         on_gpu = self.device.type == "cuda"
         if on_gpu and exact:
@@ -111,7 +111,7 @@ class Engine:
             page_tokens=PAGE_TOKENS,
             stop_texts=None if decode is None else StopTexts(decode),
             keeps_origins=drafter is not None,
-            is_fed=is_fed,
+            others_follow=others_follow,
             **({"fit_drafts": fitted} if on_gpu and graphs else {}),
         )
         self._pages = KVPages(pool.num_pages, PAGE_TOKENS)

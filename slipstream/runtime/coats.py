@@ -71,7 +71,7 @@ def sample_in_process(
         tokenizer, selector = load_tokenizer(config.model), build_selector(config, device)
         fitted = fit_memory(config, model, most_bytes)
         # Whether others wait for its slots the run knows, which gives a worker no more than it has.
-        engine = engine_around(model, fitted, tokenizer, device, remembered, selector, is_fed=True)
+        engine = engine_around(model, fitted, tokenizer, device, remembered, selector, others_follow=True)
         slots = config.engine.max_sequences
         points = speed_points(engine, slots, config.max_length)
         drafter = drafter_worker(config, engine, name, pipe.say) if learns(config) else None

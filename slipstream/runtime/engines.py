@@ -45,9 +45,10 @@ def engine_around(
     past: Past | None = None,
     selector: Selector | None = None,
     *,
-    is_fed: bool = False,
+    others_follow: bool = False,
 ) -> Engine:
-    """One that computes with this very model, which nobody else may. `is_fed`: others wait elsewhere for its slots."""
+    """One that computes with this very model, which nobody else may. `others_follow`: they wait
+    for its slots elsewhere, where it does not see them."""
     settings = config.engine
     config = settle_source(config, device)
     drafts = config.draft.source != "off"
@@ -60,7 +61,7 @@ def engine_around(
         drafter=build_drafter(config, past, device) if drafts else None,
         policy=(selector or Selector(has_price=device.type == "cuda")) if drafts else None,
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)),
-        is_fed=is_fed,
+        others_follow=others_follow,
     )
     if device.type == "cuda":
         engine.load_kernels(with_cuts=SamplingParams(**config.sampling.model_dump()).cuts_tail)

@@ -156,6 +156,8 @@ class Tail:
                 case Publish():
                     self.version += 1
                     self.published_s.append(self.now_s)
+                    for worker in self.workers.values():
+                        worker.selector.note_new_model()
                 case EndSession():
                     self.in_round, self.round_of = set(), None
         self.end_round()
@@ -245,7 +247,8 @@ class Tail:
 def test_a_drafter_that_workers_train_in_their_idle_time_makes_the_tails_short(seed: int) -> None:
     tail, without = Tail(seed).run(), Tail(seed, learns=False).run()
     assert tail.version >= 5 and tail.published_s == sorted(tail.published_s)
-    assert all(worker.num_updates >= ROUND_UPDATES for worker in tail.workers.values()), "none idles for ever"
+    updates = sorted(worker.num_updates for worker in tail.workers.values())
+    assert updates[0] > 0 and updates[1] >= ROUND_UPDATES, "one may have the longest in each step, and is hardly idle"
     assert len(tail.waits_s) > 10 and 0 < max(tail.waits_s) <= UPDATE_S + 1e-9, "the update under way, and no other"
     first, last = (sum(tail.tail_tokens[step]) / len(tail.tail_tokens[step]) for step in (1, 5))
     assert last > 1.5 * first, "tokens a step"

@@ -1,8 +1,10 @@
 """In which rollouts a learned drafter is told what is said, and may be asked. Pure.
 
 One that is best for no size of batch, or saves less than it takes to keep it up to date, is asked throughout a rollout
-and then left alone in the next, then in two, and in LONGEST_QUIET at most: to tell it what is said takes some 4 % of a
-step of a small model. By rollouts, since what a few sequences are to draft with has to be told while they are many.
+and then left alone until what that lost is no more than ALLOWED of the time since it began: to tell it what is said
+takes some 4 % of a step of a small model, and trials take as much again. So a drafter that never pays takes no more
+than this, and one that nearly does is asked often. By rollouts, since what a few sequences are to draft with has to be
+told while they are many.
 """
 
 from __future__ import annotations
@@ -10,7 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-LONGEST_QUIET = 4
+ALLOWED = 0.01
+"""Of the time, what a model may lose that does not pay, as estimated; what it saves for sequences that others outlast
+is estimated too high."""
+LEARNED, LONGEST_QUIET = 0.8, 8
+"""In a rollout so much less is lost with a model that has learned since the last; and the times as long that one is
+left alone as it was asked, at most."""
 GROWN, STEADY_STEPS = 4, 6000
 """A rollout is over when there are so many times the sequences that there were at its end. Where that never happens, it
 counts as over after so many steps, or twice as many as the longest had."""
@@ -26,19 +33,22 @@ class Asking:
         self.is_on = self._has_model = has_model
         self._num_steps, self._began_at, self._fewest, self._longest = 0, 0, math.inf, 0
         """Steps in all; of this rollout the first, and the smallest size of batch; and how many the longest had."""
-        self._quiet, self._quiet_left = 1, 0
-        """Rollouts for which it will be left alone, and will still be now."""
         self._told_from = -FED_BEFORE
+        self._since_s, self._until_s = 0.0, 0.0
+        """What steps have taken since the last rollout began in which it was asked, and when it will be asked again."""
+        self._has_learned = False
+        """Since this rollout began."""
         self._gain_s = 0.0
-        """What it has saved, less what it took to tell it; of a rollout half as much as of the next."""
+        """What it saved since it is told, less what it took to tell it; of a rollout half as much as of the next."""
 
     @property
     def may_ask(self) -> bool:
         return self.is_on and self._num_steps - self._told_from >= FED_BEFORE
 
-    def note_step(self, size: int, is_in_use: Callable[[], bool]) -> None:
+    def note_step(self, size: int, seconds: float, is_in_use: Callable[[], bool]) -> None:
         """One of this size of batch. `is_in_use`: whether the model is best for any."""
         self._num_steps += 1
+        self._since_s += seconds
         num_steps, self._fewest = self._num_steps - self._began_at, min(self._fewest, size)
         has_grown = size >= GROWN * self._fewest
         if has_grown:
@@ -46,29 +56,35 @@ class Asking:
         if has_grown or num_steps >= max(STEADY_STEPS, 2 * self._longest):
             self._began_at, self._fewest = self._num_steps, size
             self._begin_rollout(self._gain_s > 0 and is_in_use())
-            self._gain_s /= 2
 
     def note_gain(self, seconds: float) -> None:
         """What the model saved in a step, less what it took to tell it of that."""
         self._gain_s += seconds
 
     def _begin_rollout(self, is_in_use: bool) -> None:
-        was_on = self.is_on
-        if was_on and not is_in_use and self._num_steps - self._told_from < LEAST_STEPS:
+        if not self._has_model:
             return
-        self.is_on = self._has_model and (is_in_use or (not was_on and self._quiet_left <= 1))
-        if is_in_use:
-            self._quiet = 1
-        elif was_on:
-            self._quiet_left, self._quiet = self._quiet, min(2 * self._quiet, LONGEST_QUIET)
+        if self.is_on and not is_in_use and self._num_steps - self._told_from < LEAST_STEPS:
+            return
+        if self.is_on:
+            most_s = (1 + LONGEST_QUIET) * self._since_s
+            self._until_s = 0.0 if is_in_use else min(-self._gain_s / ALLOWED, most_s)
+        if self._has_learned:
+            self._until_s *= LEARNED
+            self._has_learned = False
+        was_on, self.is_on = self.is_on, self._since_s >= self._until_s
+        if not self.is_on:
+            return
+        self._since_s = 0.0
+        if was_on:
+            self._gain_s /= 2
         else:
-            self._quiet_left -= 1
-        if self.is_on and not was_on:
-            self._told_from = self._num_steps
+            self._gain_s, self._told_from = 0.0, self._num_steps
 
     def note_model(self) -> None:
-        """There is one. If it is the first, the rollout in which it is asked begins here."""
+        """There is one, with other weights. If it is the first, the rollout in which it is asked begins here."""
+        self._has_learned = True
         if not self._has_model:
             self._has_model = self.is_on = True
             self._told_from = self._began_at = self._num_steps
-            self._fewest = math.inf
+            self._fewest, self._since_s = math.inf, 0.0

@@ -246,7 +246,7 @@ class Selector:
         if strategy not in bucket.ways:
             return  # chosen for fewer sequences than were then seated
         bucket.ran_s += seconds
-        self._asking.note_step(bucket.size, self._uses_model)
+        self._asking.note_step(bucket.size, seconds, self._uses_model)
         if step.of_model is not None and not is_matching:
             if bucket.asked_model != self._model:
                 bucket.of_model.clear()  # another was right or wrong

@@ -53,6 +53,10 @@ def test_a_new_way_waits_until_enough_steps_are_launched() -> None:
     assert ahead.way(8, MORE, COPIES) == COPIES and ahead.is_waiting
     ahead.begin_step(USUAL, lambda: False)
     assert ahead.way(8, MORE, COPIES) == MORE, "without memory for what is launched nothing waits"
+    ahead.note_prepared([(16, OFF), (16, MORE)])
+    ahead.begin_step(USUAL, lambda: True)
+    assert ahead.way(12, MORE, OFF) == MORE and not ahead.is_waiting, "its graphs are there"
+    assert ahead.way(12, Strategy(8.0, 2), OFF) == OFF and ahead.is_waiting
     ahead.clear()
     ahead.begin_step(USUAL, lambda: True)
     assert ahead.way(8, COPIES, OFF) == COPIES, "all graphs are gone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -14,8 +15,8 @@ from test_draft_learned import rolled_out, sharp
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES, Selector
 from slipstream.engine.engine import Engine
-from slipstream.engine.first_runs import first_runs
-from slipstream.engine.fitting import coarsely, padded
+from slipstream.engine.first_runs import DRAFTED_ROWS, LEAST_PROMPTS, FirstRuns
+from slipstream.engine.fitting import Fitting, coarsely, fitted, padded
 from slipstream.engine.packing import Launch, padded_launches_of
 from slipstream.engine.sequences import Samplers, StepPlan
 from slipstream.engine.strategy import OFF, Always, Feeding, StepDrafts, Strategy
@@ -42,7 +43,7 @@ def launches(plan: StepPlan, strategy: Strategy, feeding: Feeding, num_slots: in
 def test_whatever_is_launched_later_has_run(source: str, num_slots: int, with_cuts: bool) -> None:
     ways, has_model = Selector(DRAFTING[source]).ways, source in ("model", "both")
     sizes = {"num_slots": num_slots, "max_tokens": MAX_TOKENS}
-    ran = list(first_runs(ways, has_model=has_model, with_cuts=with_cuts, **sizes))
+    ran = list(FirstRuns(ways=ways, has_model=has_model, with_cuts=with_cuts, **sizes).runs())
     assert all(one.step is None or one.step.num_tokens <= MAX_TOKENS for one in ran)
     kinds, num_tokens = {one.kind for one in ran}, {one.step.num_tokens for one in ran if one.step}
     num_samples = {one.step.num_samples for one in ran if one.step}
@@ -64,11 +65,11 @@ def test_whatever_is_launched_later_has_run(source: str, num_slots: int, with_cu
 
 def test_it_is_no_more_than_that() -> None:
     ways, sizes = Selector(MIXED_STRATEGIES).ways, {"max_tokens": MAX_TOKENS, "with_cuts": False}
-    ran = list(first_runs(ways, has_model=True, num_slots=512, **sizes))
+    ran = list(FirstRuns(ways=ways, has_model=True, num_slots=512, **sizes).runs())
     assert len(ran) < 75 and len({(one.kind, one.room) for one in ran}) > 0.8 * len(ran)
     # Logits of more would take memory that nothing else does.
     for policy, num_slots, most in ((Always(OFF), 8, 8), (Selector(MIXED_STRATEGIES), 64, 768)):
-        few = first_runs(policy.ways, has_model=False, num_slots=num_slots, **sizes)
+        few = FirstRuns(ways=policy.ways, has_model=False, num_slots=num_slots, **sizes).runs()
         assert max(one.step.num_samples for one in few if one.step) == most
 
 
@@ -131,3 +132,33 @@ def test_steps_with_prompts_come_in_few_sizes() -> None:
     assert a_little == launches(plan_of(32, 0, 0), OFF, Feeding.KEYS, 512), (
         "what has no room for prompts has no graph of its own"
     )
+
+
+@pytest.mark.parametrize("num_slots", [1, 6, 64, 512])
+@pytest.mark.parametrize("source", DRAFTING)
+def test_graphs_are_there_before_steps_that_decode_and_before_drafts_for_few(source: str, num_slots: int) -> None:
+    """But for sizes that are asked for so often that their own would pay."""
+    has_model, feedings = source in ("model", "both"), (Feeding.NOTHING, Feeding.KEYS)
+    ways, dice = Selector(DRAFTING[source]).ways, random.Random(num_slots)
+    sizes = {"num_slots": num_slots, "max_tokens": MAX_TOKENS}
+    first = FirstRuns(ways=ways, has_model=has_model, with_cuts=False, **sizes)
+    graphs, fitting = first.graphs(), Fitting[Launch]()
+    assert {one.kind for one in graphs} <= {one.kind for one in first.runs()}, "these ran before they are captured"
+    for one in graphs:
+        fitting.add(one)
+
+    def check(plan: StepPlan, strategy: Strategy, feeding: Feeding) -> None:
+        drafts = StepDrafts(len(plan.samplers), False, strategy, plan.num_drafts, feeding)
+        pair = (padded_launches_of(plan, drafts, pad, num_slots) for pad in (padded, coarsely))
+        for launch, coarser in zip(*pair, strict=True):
+            assert fitting.choose(launch, coarser) in graphs, launch
+
+    for batch in range(1, num_slots + 1):
+        feeding = dice.choice(feedings[: 1 + has_model])
+        check(plan_of(batch, 0, 0), OFF, feeding)
+        for way in ways(batch) if batch <= DRAFTED_ROWS else ():
+            num_drafts = fitted(batch, math.ceil(way.drafts_each * batch)) if way != OFF else 0
+            check(plan_of(batch, num_drafts, 0), way, Feeding.ALL if way.depth else feeding)
+    for num_tokens in range(LEAST_PROMPTS, MAX_TOKENS, 37):
+        begun = min(num_slots, num_tokens // 8) // 2
+        check(plan_of(begun, 0, num_tokens - begun), OFF, dice.choice(feedings[: 1 + has_model]))

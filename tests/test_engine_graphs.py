@@ -63,10 +63,21 @@ def test_only_the_first_of_a_kind_runs_without_a_graph(pool: Pool) -> None:
 
 
 def test_none_of_a_kind_that_has_run_before_does(pool: Pool) -> None:
-    pool.note_run(launch(8).kind)
+    pool.note_runs([launch(8)])
     assert run(pool, launch(16), launch(16, with_drafts=True)) == [launch(16, with_drafts=True)]
     pool.clear()
     assert run(pool, launch(16)) == [launch(16)], "memory it was to find is gone"
+
+
+def test_a_graph_can_be_made_before_its_first_step_once_such_a_step_has_run(pool: Pool) -> None:
+    sizes = [launch(num) for num in (8, 16, 24, 32, 40, 48)]
+    with pytest.raises(AssertionError, match="allocated once"):
+        pool.make(sizes[0], lambda: None)
+    pool.note_runs([launch(64, 8)])
+    for size in sizes:
+        pool.make(size, lambda: None)
+    assert pool.captured == sizes[:5], "what they may take is spent"
+    assert run(pool, *sizes[:5]) == [] and pool.replayed == sizes[:5] and pool.making_s == 0
 
 
 def test_prompts_get_a_graph_when_they_come_again(pool: Pool) -> None:

@@ -16,6 +16,7 @@ from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.online import EAGER_UPDATES, DrafterTrainer
 from slipstream.engine.engine import BrokenLogits, Engine
+from slipstream.engine.first_runs import FirstRuns
 from slipstream.engine.graphs import GraphPool
 from slipstream.engine.packing import Launch, StepSizes
 from slipstream.engine.strategy import Always, Strategy
@@ -268,7 +269,8 @@ def test_training_the_drafter_beside_decoding_changes_no_token() -> None:
     assert 0 < trainer.take_metrics()["drafter/loss"] < 100
 
 
-def test_once_kernels_are_loaded_graphs_are_made_without_waiting_for_the_gpu() -> None:
+def test_once_kernels_are_loaded_graphs_are_made_without_waiting_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FirstRuns, "graphs", lambda self: [])
     engine, _ = drafting_engine()
     engine.load_kernels()
     engine.submit(GROUPS[0])
@@ -279,6 +281,20 @@ def test_once_kernels_are_loaded_graphs_are_made_without_waiting_for_the_gpu() -
     done.record()
     engine.step()
     assert not done.query() and engine.facts().num_graphs > num_graphs
+
+
+def test_graphs_that_are_made_before_the_first_step_give_the_same_tokens() -> None:
+    groups, found, made = [requests_for(0), requests_for(1, temperature=0.7), requests_for(3)], {}, {}
+    for is_loaded in (False, True):
+        engine, _ = drafting_engine()
+        if is_loaded:
+            engine.load_kernels()
+        num_graphs = engine.facts().num_graphs
+        assert (num_graphs > 20) == is_loaded
+        found[is_loaded] = {uid: (one.token_ids, one.logprobs) for uid, one in generate(engine, groups).items()}
+        made[is_loaded] = engine.facts().num_graphs - num_graphs
+    assert found[True] == found[False] and len(found[True]) == sum(map(len, groups))
+    assert made[True] < made[False] / 2
 
 
 def test_graphs_of_growing_sizes_take_what_the_largest_takes() -> None:

@@ -8,7 +8,7 @@ one that was, and a size without a graph runs in a larger one's (`graphs.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from slipstream.engine.strategy import Strategy, size_of
 
@@ -22,7 +22,7 @@ class Ahead:
     def __init__(self, usual: int) -> None:
         self._usual = usual
         self._met: set[tuple[int, Strategy]] = set()
-        """Sizes of batch and ways that have run."""
+        """Sizes of batch and ways that have run, or can at once."""
         self._num_unread, self._has_room = 0, _has_none
         self._step_s: float | None = None
         self._was_cut_short = False
@@ -65,6 +65,10 @@ class Ahead:
             return best
         self._met.add((size, chosen))
         return chosen
+
+    def note_prepared(self, ways: Iterable[tuple[int, Strategy]]) -> None:
+        """Sizes of batch and ways whose graphs are there."""
+        self._met.update((size_of(batch), way) for batch, way in ways)
 
     def clear(self) -> None:
         """All graphs are gone."""

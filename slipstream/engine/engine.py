@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from slipstream.engine.ahead import Ahead
 from slipstream.engine.batcher import Batcher
 from slipstream.engine.drafting import Drafter
-from slipstream.engine.first_runs import first_runs
+from slipstream.engine.first_runs import FirstRuns
 from slipstream.engine.fitting import coarsely, fitted, padded
 from slipstream.engine.graphs import GraphPool
 from slipstream.engine.packing import Launch, launches_of, padded_launches_of
@@ -146,18 +146,21 @@ class Engine:
 
     @torch.inference_mode()
     def load_kernels(self, *, with_cuts: bool = False) -> None:
-        """Run all kinds of steps once, before any other (`first_runs.py`). Nothing depends on it but time: on a machine
-        that never did it some seconds, later about one. `with_cuts`: requests will have top-k, top-p or min-p."""
+        """Run all kinds of steps once and make most graphs, before any other step (`first_runs.py`). Nothing depends on
+        it but time: some seconds. `with_cuts`: requests will have top-k, top-p or min-p."""
         is_new = not self._num_forwards and not self.has_work and self._storage_bytes is None
         assert is_new, "kernels are loaded before anything else is done"
         ways = Always(OFF).ways if self.policy is None else self.policy.ways
         sizes = {"num_slots": self._state.num_slots, "max_tokens": self._batcher.max_step_tokens}
-        for launch in first_runs(ways, has_model=self._has_model, with_cuts=with_cuts, **sizes):
+        first = FirstRuns(ways=ways, has_model=self._has_model, with_cuts=with_cuts, **sizes)
+        for launch in first.runs():
             self._perform(launch, self._limits(launch))
-            if self._graphs is not None:
-                self._graphs.note_run(launch.kind)
-        trash = torch.tensor([self._pages.trash_page], device=self.device)
-        self._pages.copy(trash, trash)
+        if self._graphs is not None:
+            self._graphs.note_runs(first.runs())
+            for launch in first.graphs():
+                self._graphs.make(launch, partial(self._perform, launch, self._limits(launch)))
+            self._ahead.note_prepared(first.drafted())
+        self._pages.copy(*torch.full((2, 1), self._pages.trash_page, device=self.device))
 
     def submit(self, requests: Sequence[Request]) -> None:
         """One group of requests that share a prompt; ValueError if it cannot fit."""
@@ -368,8 +371,7 @@ class Engine:
 
     def _run(self, launch: Launch) -> bool:
         """By its graph, if there is one; whether it took as long as it will."""
-        limits = self._state.limits if launch.drafting is None else self._limits(launch)
-        body = partial(self._perform, launch, limits)
+        body = partial(self._perform, launch, self._state.limits if launch.drafting is None else self._limits(launch))
         if self._graphs is None:
             body()
             return True

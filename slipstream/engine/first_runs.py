@@ -1,60 +1,103 @@
-"""What an engine on a GPU runs once, on no sequence, before its first: so that no kernel is new in mid-run.
+"""What an engine on a GPU does once, on no sequence, before its first: so that hardly anything is new in mid-run.
 
 A kernel that is new has to be compiled, if the machine never had it, and loaded, which makes the host wait until the
-GPU has nothing left to do. So a graph that is made behind steps under way (`ahead.py`) would stop them after all.
+GPU has nothing left to do. So a graph that is made behind steps under way (`ahead.py`) would stop them after all. And
+where a rollout begins or ends there is not enough under way to make one behind: most graphs are made here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
-from slipstream.engine.fitting import coarsely
+from slipstream.engine.fitting import coarsely, fitted
 from slipstream.engine.packing import Launch, StepSizes, padded_launches_of
 from slipstream.engine.sequences import Samplers, StepPlan
 from slipstream.engine.strategy import OFF, Feeding, StepDrafts, Strategy
 
 FEW = 8
 """Sequences that are few, for kernels that differ in this."""
+DRAFTED_ROWS = 64
+"""Up to so many sequences, ways of drafting have a graph from the beginning. With more, most do not pay, and steps last
+longer: those that are tried get theirs behind steps under way."""
+LEAST_PROMPTS = 64
+"""Tokens of a step with prompts, at least, that has a graph from the beginning."""
 
 
-def first_runs(
-    ways: Callable[[int], Sequence[Strategy]], *, has_model: bool, with_cuts: bool, num_slots: int, max_tokens: int
-) -> Iterator[Launch]:
-    """Steps of every size that has a graph at first, since matrix products have kernels for some sizes; every kind of
-    step, with one sequence, with few and with all. `ways`: that steps of so many sequences may have. `has_model`:
-    whether a learned drafter gets anything. `with_cuts`: whether requests have top-k, top-p or min-p.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstRuns:
+    ways: Callable[[int], Sequence[Strategy]]
+    """That steps of so many sequences may have."""
+    has_model: bool
+    """Whether a learned drafter gets anything."""
+    with_cuts: bool
+    """Whether requests have top-k, top-p or min-p."""
+    num_slots: int
+    max_tokens: int
+    """Of a step."""
 
-    But for the chains that a tree's drafter makes beside prompts: they are seldom, and have kernels of others."""
-    feedings = tuple(Feeding) if has_model else (Feeding.NOTHING,)
-    most = min(num_slots, max_tokens)
-    batches = {most, *(1 << power for power in range(most.bit_length()))}
-    most_samples = coarsely(max(math.ceil(one * (1 + way.drafts_each)) for one in batches for way in (OFF, *ways(one))))
-    for num_tokens in sorted({coarsely(count) for count in range(1, max_tokens + 1)}):
-        num_rows, num_samples = min(num_tokens, num_slots), min(num_tokens, most_samples)
-        yield Launch(None, StepSizes(num_tokens, num_rows, num_samples, False, with_cuts, feeding=feedings[-1]))
-    for batch in sorted({1, min(FEW, most), most}):
-        met = set[Hashable]()
-        for way, feeding in product((OFF, *ways(batch)), feedings):
-            for launch in _launches(way, feeding, batch, max_tokens, num_slots, with_cuts):
-                if launch.kind not in met and (feeding == Feeding.ALL or not way.depth):
-                    met.add(launch.kind)
-                    yield launch
+    def runs(self) -> Iterator[Launch]:
+        """Steps of every size that has a graph at first, since matrix products have kernels for some sizes; every kind
+        of step, with one sequence, with few and with all.
 
+        But for the chains that a tree's drafter makes beside prompts: they are seldom, and have kernels of others."""
+        feedings = tuple(Feeding) if self.has_model else (Feeding.NOTHING,)
+        batches = [*self._batches(), self._most]
+        most_drafts = max(math.ceil(one * (1 + way.drafts_each)) for one in batches for way in (OFF, *self.ways(one)))
+        for num_tokens in self._token_sizes():
+            sizes = num_tokens, min(num_tokens, self.num_slots), min(num_tokens, coarsely(most_drafts))
+            yield Launch(None, StepSizes(*sizes, False, self.with_cuts, feeding=feedings[-1]))
+        for batch in sorted({1, min(FEW, self._most), self._most}):
+            met = set[Hashable]()
+            for way, feeding in product((OFF, *self.ways(batch)), feedings):
+                for launch in self._launches(way, feeding, batch):
+                    if launch.kind not in met and (feeding == Feeding.ALL or not way.depth):
+                        met.add(launch.kind)
+                        yield launch
 
-def _launches(
-    way: Strategy, feeding: Feeding, batch: int, max_tokens: int, num_slots: int, with_cuts: bool
-) -> list[Launch]:
-    """Of a step in which so many sequences decode."""
-    num_drafts = min(math.ceil(way.drafts_each * batch), max_tokens - batch)
-    plan = StepPlan(
-        samplers=Samplers(np.arange(batch)),
-        num_rows=batch,
-        num_tokens=batch + num_drafts,
-        num_drafts=num_drafts,
-        with_cuts=with_cuts,
-    )
-    return padded_launches_of(plan, StepDrafts(batch, False, way, num_drafts, feeding), coarsely, num_slots)
+    def graphs(self) -> list[Launch]:
+        """Sizes that steps of most runs have, or have room in: of all that decode, of those that draft with few
+        sequences, and of prompts. To be made after the first runs. The others are made when they are met."""
+        feedings = (Feeding.NOTHING, Feeding.KEYS) if self.has_model else (Feeding.NOTHING,)
+        steps: list[tuple[Strategy, Feeding, int, int]] = []
+        for batch, feeding in product(self._token_sizes(), feedings):
+            steps.append((OFF, feeding, min(batch, self._most), 0))
+        for batch, way in self.drafted():
+            steps += [(way, feeding, batch, 0) for feeding in ((Feeding.ALL,) if way.depth else feedings)]
+        for num_tokens, feeding in product(self._token_sizes(), feedings):
+            if num_tokens >= LEAST_PROMPTS:
+                steps.append((OFF, feeding, 1, num_tokens - 1))
+        return list(dict.fromkeys(launch for step in steps for launch in self._launches(*step)))
+
+    def drafted(self) -> list[tuple[int, Strategy]]:
+        """Sizes of batch and ways of drafting with them that have graphs from the beginning."""
+        return [(batch, way) for batch in self._batches() if batch <= DRAFTED_ROWS for way in self.ways(batch)]
+
+    @property
+    def _most(self) -> int:
+        return min(self.num_slots, self.max_tokens)
+
+    def _batches(self) -> list[int]:
+        """Each as many as the one before and as many again, up to all."""
+        return sorted({min(self._most, 1 << power) for power in range(self._most.bit_length() + 1)})
+
+    def _token_sizes(self) -> list[int]:
+        return sorted({coarsely(count) for count in range(1, self.max_tokens + 1)})
+
+    def _launches(self, way: Strategy, feeding: Feeding, batch: int, num_prefilled: int = 0) -> list[Launch]:
+        """Of a step in which so many sequences decode, and so many tokens of another's prompt are computed."""
+        wanted = math.ceil(way.drafts_each * batch)
+        num_drafts = min(fitted(batch, wanted), self.max_tokens - batch) if wanted else 0
+        plan = StepPlan(
+            samplers=Samplers(np.arange(batch)),
+            num_rows=batch + (num_prefilled > 0),
+            num_tokens=batch + num_drafts + num_prefilled,
+            num_drafts=num_drafts,
+            with_cuts=self.with_cuts,
+        )
+        drafts = StepDrafts(batch, False, way, num_drafts, feeding)
+        return padded_launches_of(plan, drafts, coarsely, self.num_slots)

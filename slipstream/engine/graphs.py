@@ -1,8 +1,9 @@
-"""CUDA graphs of the step, one for each size, captured when a step is first to run in it.
+"""CUDA graphs of the step, one for each size: of those to be expected before the first step (`first_runs.py`), of the
+others when a step is first to run in it.
 
 Steps with prompts come in many sizes, most of which are met once: these run eagerly the first time, which takes as long
-as a capture. So does the first step of each kind, before its capture, unless one has run before all others
-(`first_runs.py`): what is allocated once must not be allocated by a graph.
+as a capture. So does the first step of each kind, before its capture, unless one has run before all others: what is
+allocated once must not be allocated by a graph.
 Which sizes steps run in is decided in `fitting.py`. All graphs share one memory pool, which grows in place, so the
 largest decides what they take. Past the budget, new sizes go on eagerly, and a warning says so.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -81,7 +82,7 @@ class GraphPool:
         must_run_first = size.kind not in self._kinds_run
         if must_run_first or not is_worth_it or self.is_spent:
             body()
-            self.note_run(size.kind)
+            self._kinds_run.add(size.kind)
         self._met.add(size)
         if is_worth_it and not self.is_spent:
             graph = self._capture(size, body)
@@ -98,9 +99,15 @@ class GraphPool:
         self.making_s += took_s
         self.stalled_s += 0.0 if self._is_busy() else took_s
 
-    def note_run(self, kind: Hashable) -> None:
-        """A launch of this kind has run without a graph."""
-        self._kinds_run.add(kind)
+    def make(self, size: Launch, body: Callable[[], None]) -> None:
+        """Its graph, before a step is to run in it."""
+        assert size.kind in self._kinds_run, "what is allocated once must not be allocated by a graph"
+        if not self.is_spent:
+            self._capture(size, body)
+
+    def note_runs(self, launches: Iterable[Launch]) -> None:
+        """Launches of their kinds have run without a graph."""
+        self._kinds_run.update(launch.kind for launch in launches)
 
     def is_prepared(self, size: Launch) -> bool:
         """Whether a step in this size takes as long as the next one in this size will."""

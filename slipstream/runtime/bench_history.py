@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ MOST_WARM_UPS, FEW_GRAPHS = 5, 2
 """Walks before the one that counts, and new graphs in the last of them at most, if fewer walks shall do."""
 WAVES = 3
 """Sequences for each place in the batch, so that one that ends early is followed by another, as in any long rollout."""
-TIMED_S, MOST_WALKS = 2.0, 5
-"""Walks are timed until they took this long, or so many times, and the median counts: a hiccup of the host would decide
-a walk of half a second."""
+TIMED_S, LEAST_WALKS, MOST_WALKS = 2.0, 2, 5
+"""Walks are timed until they took this long, but so many times at least and at most, and the median counts: a hiccup of
+the host would decide a walk of half a second. Without drafts and with, in turns: a GPU may become slower by a tenth."""
 
 
 def bench_history(
@@ -106,28 +106,21 @@ def _measure(
     *,
     alike_cost: bool,
 ) -> Iterator[dict[str, Any]]:
-    """`alike_cost`: without drafts all workloads take the same, so that they are timed once before and once after."""
+    """`alike_cost`: without drafts all workloads take the same."""
     plain, drafting = (Replay(model, batch, list(workloads.values()), drafts=drafts) for drafts in (False, True))
-    plain_walks: dict[str, list[Walk]] = {}
-    found: dict[str, dict[str, Any]] = {}
-
-    def walk_plainly(name: str) -> None:
-        with console.status(f"{name}, batch {batch}, without drafts"), still_heap():
-            plain_walks.setdefault(name, []).extend(plain.measure(workloads[name])[0])
-
-    first = next(iter(workloads))
-    if alike_cost:
-        walk_plainly(first)
+    first = next(iter(workloads.values()))
     for name, groups in workloads.items():
-        if not alike_cost:
-            walk_plainly(name)
+        groups_of = {plain: first if alike_cost else groups, drafting: groups}
         with console.status(f"{name}, batch {batch}"), still_heap():
-            walks, drafts = drafting.measure(groups)
-            found[name] = median_rates(walks) | drafts
-    if alike_cost:
-        walk_plainly(first)
-    for name, on in found.items():
-        off = median_rates(plain_walks[first if alike_cost else name])
+            for replay, walked in groups_of.items():
+                replay.prepare(walked)
+            walks: dict[Replay, list[Walk]] = {plain: [], drafting: []}
+            turn = [plain, drafting]
+            while not _have_walked_enough(walks.values()):
+                for replay in turn:
+                    walks[replay].append(replay.walk(groups_of[replay]))
+                turn.reverse()
+        off, on = median_rates(walks[plain]), median_rates(walks[drafting]) | drafting.take_draft_facts()
         yield {
             "workload": name,
             "batch": batch,
@@ -151,6 +144,13 @@ class Walk:
             "tokens_per_s": self.full_tokens / self.full_s,
             "tokens_per_s_to_end": self.num_tokens / self.seconds,
         }
+
+
+def _have_walked_enough(walks: Iterable[Sequence[Walk]]) -> bool:
+    return all(
+        len(some) >= MOST_WALKS or (len(some) >= LEAST_WALKS and sum(walk.seconds for walk in some) >= TIMED_S)
+        for some in walks
+    )
 
 
 def median_rates(walks: Sequence[Walk]) -> dict[str, Any]:
@@ -198,8 +198,8 @@ class Replay:
         """Who may spend what it takes: what is timed comes after."""
         return Selector(has_price=device.type == "cuda", preparing=math.inf)
 
-    def measure(self, groups: Sequence[ReplayGroup]) -> tuple[list[Walk], dict[str, Any]]:
-        """By the clock, once a walk needed hardly any new graph and, with drafts, every way of drafting was tried."""
+    def prepare(self, groups: Sequence[ReplayGroup]) -> None:
+        """Until a walk needs hardly any new graph and, with drafts, every way of drafting was tried."""
         self._past = {group.prompt_ids: [Text(words_of(text), 1) for text in group.past] for group in groups}
         # What paid for another workload says nothing about this one.
         self._selector = self._new_selector(self._engine.device)
@@ -207,16 +207,16 @@ class Replay:
             self._engine.policy = self._selector
         for _ in range(MOST_WARM_UPS):
             num_graphs = self._engine.facts().num_graphs
-            self._walk(groups)
+            self.walk(groups)
             has_chosen = self._engine.drafter is None or self._selector.has_tried_all(self._batch)
             if has_chosen and self._engine.facts().num_graphs <= num_graphs + FEW_GRAPHS:
                 break
         self._engine.take_draft_counts()
-        walks = [self._walk(groups)]
-        while sum(walk.seconds for walk in walks) < TIMED_S and len(walks) < MOST_WALKS:
-            walks.append(self._walk(groups))
+
+    def take_draft_facts(self) -> dict[str, Any]:
+        """Of all walks since it was prepared."""
         counts = self._engine.take_draft_counts()
-        return walks, {
+        return {
             "tokens_per_row": counts.num_tokens / counts.num_rows if counts.num_rows else 1.0,
             "drafts_per_row": counts.num_drafted / counts.num_rows if counts.num_rows else 0.0,
             "accept_rate": counts.num_accepted / counts.num_drafted if counts.num_drafted else 0.0,
@@ -224,7 +224,7 @@ class Replay:
             "rates": {str(way): rate for way, rate in self._selector.rates(self._batch).items()},
         }
 
-    def _walk(self, groups: Sequence[ReplayGroup]) -> Walk:
+    def walk(self, groups: Sequence[ReplayGroup]) -> Walk:
         for number, group in enumerate(groups):
             if not group.texts:
                 continue

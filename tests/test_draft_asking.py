@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from slipstream.draft.asking import LEAST_STEPS, STEADY_STEPS
+from slipstream.draft.asking import LEAST_STEPS, STEADY_STEPS, Asking
 from slipstream.draft.selector import MIXED_STRATEGIES, MODEL_STRATEGIES, Selector
 from slipstream.engine.strategy import OFF, Feeding, StepResult, Strategy
 
@@ -205,18 +205,45 @@ def rollout(
     return counts
 
 
-def test_a_model_that_is_right_but_never_pays_is_left_alone_until_what_it_lost_is_little() -> None:
-    sizes, are_asked = {64: 50, 16: 100, 4: 350}, []
-    for cost in (0.5, 0.36):
+@pytest.mark.parametrize("num_short", [1, 5])
+def test_a_model_that_never_pays_is_left_alone_until_what_it_lost_is_little(num_short: int) -> None:
+    """However dear it is, and if it learns, twice as much: it is asked sooner. `num_short`: rollouts instead of one."""
+    sizes, shares_asked = {batch: steps // num_short for batch, steps in ((64, 50), (16, 100), (4, 350))}, []
+    for learns, cost in ((False, 0.5), (False, 0.36), (True, 0.5), (True, 0.36)):
         selector, dice = Selector(MODEL_STRATEGIES), random.Random(3)
-        counts = [rollout(selector, dice, sizes, odds=0.33, cost=cost) for _ in range(40)]
-        assert sum(one["lost_s"] for one in counts) < 0.015 * 40 * 500
-        for one in counts:
-            # The first step shows that a rollout has begun.
-            is_alone = one["told"] <= 1
-            assert one["asked"] < (1 if is_alone else 100) and one["alone"] in ((499, 500) if is_alone else (0, 1))
-        are_asked.append(sum(one["told"] > 1 for one in counts))
-    assert 4 <= are_asked[0] < are_asked[1] < 20, are_asked
+        lost_s = num_asked = 0.0
+        for _ in range(40 * num_short):
+            if learns:
+                selector.note_new_model()
+            counts = rollout(selector, dice, sizes, odds=0.33, cost=cost)
+            lost_s += counts["lost_s"]
+            is_alone = counts["told"] <= 1  # the first step shows that a rollout has begun
+            num_asked += not is_alone
+            assert counts["asked"] == 0 or not is_alone
+            assert counts["alone"] >= sum(sizes.values()) - 1 if is_alone else counts["alone"] <= 1
+        assert lost_s < (0.021 if learns else 0.011) * 40 * 500
+        shares_asked.append(num_asked / (40 * num_short))
+    frozen_dear, frozen, learning_dear, learning = shares_asked
+    assert 0.05 < frozen_dear < frozen < learning < 0.45 and frozen_dear < 0.6 * learning_dear < learning
+
+
+@pytest.mark.parametrize("copies_bring", [0.0, 1.6])
+def test_a_model_is_compared_with_what_would_run_without_it(copies_bring: float) -> None:
+    """It is better than no drafts, but copies are better still, or there are none."""
+    selector, dice, num_told = Selector(MIXED_STRATEGIES), random.Random(1), 0
+    for _ in range(40):
+        for batch, steps in {64: 200, 16: 150, 4: 350}.items():
+            for _ in range(steps):
+                way = selector.choose(batch)
+                is_fed = way.depth > 0 or selector.feed(batch) > Feeding.NOTHING
+                num_told += is_fed
+                tokens = 1.0 + (1.4 if way.depth else min(copies_bring, 0.8 * way.drafts_each))
+                seconds = 1.0 + 0.02 * way.drafts_each + 0.05 * way.depth + 0.01 * is_fed
+                of_model = 0.6 * (tokens - 1.0) if way.depth else None
+                seconds *= dice.uniform(0.99, 1.01)
+                selector.observe(StepResult(batch, way, tokens, seconds, False, of_model, is_fed=is_fed))
+    share = num_told / (40 * 700)
+    assert share < 0.3 if copies_bring else share > 0.95, share
 
 
 @pytest.mark.parametrize(("price", "pays"), [(0.06, False), (0.005, True)])
@@ -278,10 +305,21 @@ def test_a_trial_of_a_model_ends_with_the_rollout_in_which_it_was_told() -> None
 
 def test_before_there_is_a_model_nothing_is_told_and_nobody_asked() -> None:
     selector = Selector(MODEL_STRATEGIES, has_model=False)
-    for _ in range(3000):
-        assert selector.choose(8) == OFF and selector.feed(8) == Feeding.NOTHING
-        selector.observe(StepResult(8, OFF, 1.0, 1.0))
+    for batch in (*[64] * 300, *[8] * 300, *[64] * 300, *[8] * 3000):  # rollouts, and one that never ends
+        assert selector.choose(batch) == OFF and selector.feed(batch) == Feeding.NOTHING
+        selector.observe(StepResult(batch, OFF, 1.0, 1.0))
     selector.note_new_model()
     assert selector.feed(8) == Feeding.KEYS
     counts = drive_asked(selector, 0.9, 400)
     assert selector.best(8).depth and sum(counts[way] for way in MODEL_STRATEGIES[1:5]) > 200
+
+
+def test_a_model_that_paid_for_long_and_does_no_more_is_soon_left_alone() -> None:
+    """What it saved long ago is no reason to go on telling it."""
+    asking = Asking(has_model=True)
+    for gain_s, num_rollouts in ((0.1, 30), (-0.05, 6)):
+        for _ in range(num_rollouts):
+            for size in (*[64] * 300, *[4] * 300):
+                asking.note_gain(gain_s)
+                asking.note_step(size, 1.0, lambda: True)
+        assert asking.is_on == (gain_s > 0)

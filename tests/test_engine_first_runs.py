@@ -138,7 +138,9 @@ def test_steps_with_prompts_come_in_few_sizes() -> None:
 @pytest.mark.parametrize("source", DRAFTING)
 def test_graphs_are_there_before_steps_that_decode_and_before_drafts_for_few(source: str, num_slots: int) -> None:
     """But for sizes that are asked for so often that their own would pay."""
-    has_model, feedings = source in ("model", "both"), (Feeding.NOTHING, Feeding.KEYS)
+    has_model = source in ("model", "both")
+    feedings = (Feeding.NOTHING, Feeding.KEYS) if has_model else (Feeding.NOTHING,)
+    fed_to_few = tuple(Feeding) if has_model else feedings
     ways, dice = Selector(DRAFTING[source]).ways, random.Random(num_slots)
     sizes = {"num_slots": num_slots, "max_tokens": MAX_TOKENS}
     first = FirstRuns(ways=ways, has_model=has_model, with_cuts=False, **sizes)
@@ -154,11 +156,13 @@ def test_graphs_are_there_before_steps_that_decode_and_before_drafts_for_few(sou
             assert fitting.choose(launch, coarser) in graphs, launch
 
     for batch in range(1, num_slots + 1):
-        feeding = dice.choice(feedings[: 1 + has_model])
-        check(plan_of(batch, 0, 0), OFF, feeding)
+        check(plan_of(batch, 0, 0), OFF, dice.choice(feedings))
         for way in ways(batch) if batch <= DRAFTED_ROWS else ():
             num_drafts = fitted(batch, math.ceil(way.drafts_each * batch)) if way != OFF else 0
-            check(plan_of(batch, num_drafts, 0), way, Feeding.ALL if way.depth else feeding)
+            plan, feeding = plan_of(batch, num_drafts, 0), Feeding.ALL if way.depth else dice.choice(fed_to_few)
+            check(plan, way, feeding)
+            if batch.bit_count() == 1:
+                assert set(launches(plan, way, feeding, num_slots)) <= set(graphs), "without slack"
     for num_tokens in range(LEAST_PROMPTS, MAX_TOKENS, 37):
         begun = min(num_slots, num_tokens // 8) // 2
-        check(plan_of(begun, 0, num_tokens - begun), OFF, dice.choice(feedings[: 1 + has_model]))
+        check(plan_of(begun, 0, num_tokens - begun), OFF, dice.choice(feedings))

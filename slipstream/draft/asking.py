@@ -2,9 +2,9 @@
 
 One that is best for no size of batch, or saves less than it takes to keep it up to date, is asked throughout a rollout
 and then left alone until what that lost is no more than ALLOWED of the time since it began: to tell it what is said
-takes some 4 % of a step of a small model, and trials take as much again. So a drafter that never pays takes no more
-than this, and one that nearly does is asked often. By rollouts, since what a few sequences are to draft with has to be
-told while they are many.
+takes some 4 % of a step of a small model, and trials take as much again. So one that never pays takes no more than
+this, and if it learns, a little more. By rollouts, since what a few sequences are to draft with has to be told while
+they are many.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import math
 from collections.abc import Callable
 
 ALLOWED = 0.01
-"""Of the time, what a model may lose that does not pay, as estimated; what it saves for sequences that others outlast
-is estimated too high."""
-LEARNED, LONGEST_QUIET = 0.8, 8
-"""In a rollout so much less is lost with a model that has learned since the last; and the times as long that one is
-left alone as it was asked, at most."""
+"""Of the time, what a model may lose that does not pay, as estimated: what it saves for sequences that others outlast
+counts as saved, so it may be twice as much."""
+LEARNED = 0.8
+"""Times as much as before a model is thought to lose that has learned for as long as it was asked: left alone for good,
+it would learn in vain."""
 GROWN, STEADY_STEPS = 4, 6000
 """A rollout is over when there are so many times the sequences that there were at its end. Where that never happens, it
 counts as over after so many steps, or twice as many as the longest had."""
@@ -34,10 +34,11 @@ class Asking:
         self._num_steps, self._began_at, self._fewest, self._longest = 0, 0, math.inf, 0
         """Steps in all; of this rollout the first, and the smallest size of batch; and how many the longest had."""
         self._told_from = -FED_BEFORE
-        self._since_s, self._until_s = 0.0, 0.0
-        """What steps have taken since the last rollout began in which it was asked, and when it will be asked again."""
+        self._since_s, self._asked_s, self._lost_s = 0.0, 0.0, 0.0
+        """What steps have taken since the last rollout began in which it was asked; and while it is left alone, what
+        those took until then, and what of that was lost."""
         self._has_learned = False
-        """Since this rollout began."""
+        """Since it is left alone."""
         self._gain_s = 0.0
         """What it saved since it is told, less what it took to tell it; of a rollout half as much as of the next."""
 
@@ -62,24 +63,20 @@ class Asking:
         self._gain_s += seconds
 
     def _begin_rollout(self, is_in_use: bool) -> None:
-        if not self._has_model:
-            return
-        if self.is_on and not is_in_use and self._num_steps - self._told_from < LEAST_STEPS:
+        if not self._has_model or (self.is_on and not is_in_use and self._num_steps - self._told_from < LEAST_STEPS):
             return
         if self.is_on:
-            most_s = (1 + LONGEST_QUIET) * self._since_s
-            self._until_s = 0.0 if is_in_use else min(-self._gain_s / ALLOWED, most_s)
-        if self._has_learned:
-            self._until_s *= LEARNED
-            self._has_learned = False
-        was_on, self.is_on = self.is_on, self._since_s >= self._until_s
-        if not self.is_on:
-            return
-        self._since_s = 0.0
-        if was_on:
-            self._gain_s /= 2
-        else:
-            self._gain_s, self._told_from = 0.0, self._num_steps
+            self._asked_s, self._lost_s, self._has_learned = self._since_s, min(-self._gain_s, self._since_s), False
+        was_on, self.is_on = self.is_on, is_in_use or self._is_due()
+        if self.is_on:
+            self._since_s, self._gain_s = 0.0, self._gain_s / 2 if was_on else 0.0
+            self._told_from = self._told_from if was_on else self._num_steps
+
+    def _is_due(self) -> bool:
+        """Whether what it lost is little by now, or would be with what it has learned."""
+        times_alone = self._since_s / self._asked_s - 1.0
+        lost_s = self._lost_s * (LEARNED**times_alone if self._has_learned else 1.0)
+        return lost_s <= ALLOWED * self._since_s
 
     def note_model(self) -> None:
         """There is one, with other weights. If it is the first, the rollout in which it is asked begins here."""

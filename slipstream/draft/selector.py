@@ -253,18 +253,18 @@ class Selector:
             if bucket.trial != strategy or bucket.trial_steps:  # before the first of a trial it was not ready
                 bucket.of_model.append((batch, batch * step.of_model))
             bucket.asked_at, bucket.asked_model = bucket.num_steps, self._model
-        drafts = strategy != OFF and OFF in bucket.costs
-        saved_s = counted_tokens / bucket.plain_rate(OFF) - seconds if drafts else 0.0
+        can_tell = strategy != OFF and OFF in bucket.costs
+        saved_s = counted_tokens / bucket.plain_rate(OFF) - seconds if can_tell else 0.0
         self._saved_s, bucket.saved_s = self._saved_s + saved_s, bucket.saved_s + saved_s
         if strategy == OFF:
             self._bucket(batch).note_off(seconds, step.is_fed)
         if step.is_fed or strategy.depth:
-            feeding_s = self._bucket(batch).feeding * (seconds + saved_s)
-            self._asking.note_gain(saved_s - feeding_s if strategy.depth else -feeding_s)
+            plain_s = seconds + saved_s  # and with the best way that asks no model as much less as that gains
+            gain_s = plain_s / bucket.gain_without_model() - seconds if strategy.depth else 0.0
+            self._asking.note_gain(gain_s - self._bucket(batch).feeding * plain_s)
         if is_matching or strategy.looks_for_matches:
             self._bucket(batch).seen.add(counted_tokens, seconds, not is_matching)
-        bucket.num_steps += 1
-        bucket.since_trial += 1
+        bucket.num_steps, bucket.since_trial = bucket.num_steps + 1, bucket.since_trial + 1
         if bucket.trial != strategy:
             if strategy == bucket.best and strategy in bucket.costs:
                 bucket.follow_best(counted_tokens, seconds)

@@ -159,7 +159,7 @@ class Engine:
             self._graphs.note_runs(first.runs())
             for launch in first.graphs():
                 self._graphs.make(launch, partial(self._perform, launch, self._limits(launch)))
-            self._ahead.note_prepared(first.drafted())
+            self._ahead.note_prepared(first.prepared())
         self._pages.copy(*torch.full((2, 1), self._pages.trash_page, device=self.device))
 
     def submit(self, requests: Sequence[Request]) -> None:

@@ -46,10 +46,10 @@ class FirstRuns:
 
         But for the chains that a tree's drafter makes beside prompts: they are seldom, and have kernels of others."""
         feedings = tuple(Feeding) if self.has_model else (Feeding.NOTHING,)
-        batches = [*self._batches(), self._most]
-        most_drafts = max(math.ceil(one * (1 + way.drafts_each)) for one in batches for way in (OFF, *self.ways(one)))
+        ways = [(batch, way) for batch in self._batches() for way in (OFF, *self.ways(batch))]
+        most_samples = coarsely(max(math.ceil(batch * (1 + way.drafts_each)) for batch, way in ways))
         for num_tokens in self._token_sizes():
-            sizes = num_tokens, min(num_tokens, self.num_slots), min(num_tokens, coarsely(most_drafts))
+            sizes = num_tokens, min(num_tokens, self.num_slots), min(num_tokens, most_samples)
             yield Launch(None, StepSizes(*sizes, False, self.with_cuts, feeding=feedings[-1]))
         for batch in sorted({1, min(FEW, self._most), self._most}):
             met = set[Hashable]()
@@ -60,21 +60,24 @@ class FirstRuns:
                         yield launch
 
     def graphs(self) -> list[Launch]:
-        """Sizes that steps of most runs have, or have room in: of all that decode, of those that draft with few
-        sequences, and of prompts. To be made after the first runs. The others are made when they are met."""
+        """Sizes that steps of most runs have, or have room in: of all that decode, of those that may draft with few
+        sequences, and of prompts beside few that decode. To be made after the first runs. The others are made when they
+        are met."""
         feedings = (Feeding.NOTHING, Feeding.KEYS) if self.has_model else (Feeding.NOTHING,)
         steps: list[tuple[Strategy, Feeding, int, int]] = []
         for batch, feeding in product(self._token_sizes(), feedings):
             steps.append((OFF, feeding, min(batch, self._most), 0))
-        for batch, way in self.drafted():
-            steps += [(way, feeding, batch, 0) for feeding in ((Feeding.ALL,) if way.depth else feedings)]
+        for batch, way in self.prepared():
+            # After a way that asks a model, one that does not may go on telling it all.
+            fed = (Feeding.ALL,) if way.depth else (*feedings, Feeding.ALL) if self.has_model else feedings
+            steps += [(way, feeding, batch, 0) for feeding in fed]
         for num_tokens, feeding in product(self._token_sizes(), feedings):
             if num_tokens >= LEAST_PROMPTS:
                 steps.append((OFF, feeding, 1, num_tokens - 1))
         return list(dict.fromkeys(launch for step in steps for launch in self._launches(*step)))
 
-    def drafted(self) -> list[tuple[int, Strategy]]:
-        """Sizes of batch and ways of drafting with them that have graphs from the beginning."""
+    def prepared(self) -> list[tuple[int, Strategy]]:
+        """Sizes of batch, and ways with them that have graphs from the beginning, whatever a model is told."""
         return [(batch, way) for batch in self._batches() if batch <= DRAFTED_ROWS for way in self.ways(batch)]
 
     @property

@@ -33,7 +33,7 @@ class GraphPool:
         self._is_busy = is_busy
         self.num_bytes = 0
         self.making_s = 0.0
-        """Spent on capturing, and on eager runs of sizes that have no graph yet."""
+        """Spent in mid-run on capturing, and on eager runs of sizes that have no graph yet."""
         self.stalled_s = 0.0
         """Of these, by when the device had nothing left to do."""
         self._has_warned = False

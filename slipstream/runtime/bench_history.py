@@ -37,7 +37,8 @@ WAVES = 3
 """Sequences for each place in the batch, so that one that ends early is followed by another, as in any long rollout."""
 TIMED_S, LEAST_WALKS, MOST_WALKS = 2.0, 2, 5
 """Walks are timed until they took this long, but so many times at least and at most, and the median counts: a hiccup of
-the host would decide a walk of half a second. Without drafts and with, in turns: a GPU may become slower by a tenth."""
+the host would decide a walk of half a second. Without drafts and with, in turns, each first as often as the other: a
+GPU may become slower by a tenth."""
 
 
 def bench_history(
@@ -116,7 +117,7 @@ def _measure(
                 replay.prepare(walked)
             walks: dict[Replay, list[Walk]] = {plain: [], drafting: []}
             turn = [plain, drafting]
-            while not _have_walked_enough(walks.values()):
+            while not have_walked_enough(walks.values()):
                 for replay in turn:
                     walks[replay].append(replay.walk(groups_of[replay]))
                 turn.reverse()
@@ -146,7 +147,7 @@ class Walk:
         }
 
 
-def _have_walked_enough(walks: Iterable[Sequence[Walk]]) -> bool:
+def have_walked_enough(walks: Iterable[Sequence[Walk]]) -> bool:
     return all(
         len(some) >= MOST_WALKS or (len(some) >= LEAST_WALKS and sum(walk.seconds for walk in some) >= TIMED_S)
         for some in walks

@@ -61,8 +61,8 @@ class FirstRuns:
 
     def graphs(self) -> list[Launch]:
         """Sizes that steps of most runs have, or have room in: of all that decode, of those that may draft with few
-        sequences, and of prompts beside few that decode. To be made after the first runs. The others are made when they
-        are met."""
+        sequences, and of prompts without drafts. To be made after the first runs. The others are made when they are
+        met."""
         feedings = (Feeding.NOTHING, Feeding.KEYS) if self.has_model else (Feeding.NOTHING,)
         steps: list[tuple[Strategy, Feeding, int, int]] = []
         for batch, feeding in product(self._token_sizes(), feedings):
@@ -73,7 +73,8 @@ class FirstRuns:
             steps += [(way, feeding, batch, 0) for feeding in fed]
         for num_tokens, feeding in product(self._token_sizes(), feedings):
             if num_tokens >= LEAST_PROMPTS:
-                steps.append((OFF, feeding, 1, num_tokens - 1))
+                decoding = 1, min(self._most, num_tokens - 1)
+                steps += [(OFF, feeding, batch, num_tokens - batch) for batch in decoding]
         return list(dict.fromkeys(launch for step in steps for launch in self._launches(*step)))
 
     def prepared(self) -> list[tuple[int, Strategy]]:

@@ -21,7 +21,7 @@ from slipstream.models.cached import PackedRows
 from slipstream.rng import MASK32
 
 SAMPLED_SHARE = 8
-"""A step with prompts has room for a sample in so many tokens at least, if there are so many slots."""
+"""A step with prompts has room for a sample in so many tokens, or for one in every slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ def padded_launches_of(plan: StepPlan, drafts: StepDrafts, pad: Callable[[int], 
     num_tokens, num_askers = pad(plan.num_tokens), min(pad(max(1, plan.num_rows)), num_slots)
     num_samples = max(1, len(plan.samplers) + plan.num_drafts)
     if plan.num_prefilled:
-        num_samples = max(num_samples, min(num_tokens // SAMPLED_SHARE, num_slots))
+        few = min(num_tokens // SAMPLED_SHARE, num_slots)
+        num_samples = few if num_samples <= few else min(num_tokens, max(num_samples, num_slots))
     num_samples = min(num_tokens, pad(num_samples))
     if num_tokens > num_samples and drafts.feeding:
         drafts = replace(drafts, feeding=Feeding.ALL)

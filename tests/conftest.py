@@ -1,12 +1,14 @@
 """Triton kernels run in its interpreter where there is no GPU; it must be told before it is first imported.
 
 Threads that wait do not spin, here and in processes that tests start: several of them share few cores, and on x86 the
-tests of the engine took four times as long.
+tests of the engine took four times as long. And no example of a property has to be quick: on such a machine any may
+take its time.
 """
 
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -14,6 +16,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from slipstream.runtime.processes import threads
+
+hypothesis.settings.register_profile("slipstream", deadline=None)
+hypothesis.settings.load_profile("slipstream")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

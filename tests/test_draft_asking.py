@@ -231,7 +231,7 @@ def test_a_model_that_never_pays_is_left_alone_until_what_it_lost_is_little(num_
 def test_a_model_is_compared_with_what_would_run_without_it(copies_bring: float) -> None:
     """It is better than no drafts, but copies are better still, or there are none."""
     selector, dice, num_told = Selector(MIXED_STRATEGIES), random.Random(1), 0
-    for _ in range(40):
+    for _ in range(20):
         for batch, steps in {64: 200, 16: 150, 4: 350}.items():
             for _ in range(steps):
                 way = selector.choose(batch)
@@ -242,7 +242,7 @@ def test_a_model_is_compared_with_what_would_run_without_it(copies_bring: float)
                 of_model = 0.6 * (tokens - 1.0) if way.depth else None
                 seconds *= dice.uniform(0.99, 1.01)
                 selector.observe(StepResult(batch, way, tokens, seconds, False, of_model, is_fed=is_fed))
-    share = num_told / (40 * 700)
+    share = num_told / (20 * 700)
     assert share < 0.3 if copies_bring else share > 0.95, share
 
 

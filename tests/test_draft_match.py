@@ -48,7 +48,7 @@ def draft_by_kernel(
     return drafts[0, : found[0]].tolist(), sources[0, : found[0]].tolist()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.lists(FEW, min_size=1, max_size=40),
     st.lists(st.lists(FEW, max_size=30), min_size=1, max_size=12),
@@ -108,7 +108,7 @@ def test_a_shelf_holds_the_prompt_the_past_and_room_for_members() -> None:
     assert sources[1] == OWN_TEXT and sources[22 + MAX_MATCH] == HISTORY and weights[22 + MAX_MATCH] == 3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.one_of(st.integers(1, 30), st.integers(0, 9).map(lambda which: -1 - which)), max_size=60))
 def test_stretches_of_the_library_never_overlap(acts: list[int]) -> None:
     shelving, taken = Shelving(165), dict[int, int]()
@@ -140,7 +140,7 @@ def test_widths_by_hand() -> None:
     assert hits.tolist() == [2, 1, 8, 0] and tries.tolist() == [2, 2, 8, 0]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.integers(0, 32), st.integers(2, 32), st.floats(0, 50), st.floats(0, 20), st.integers(0, 1)),

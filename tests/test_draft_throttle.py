@@ -37,7 +37,7 @@ class Tail:
                 self.num_held_back += 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(1.0, 4.0), st.integers(1, 12), st.integers(50, 1500), st.floats(1e-3, 0.1))
 def test_a_tail_slows_down_by_the_bound_and_one_update_at_most(
     factor: float, steps_each: int, num_steps: int, quiet_s: float
@@ -55,7 +55,7 @@ def test_a_tail_slows_down_by_the_bound_and_one_update_at_most(
         num_whole += tail.num_updates - (tail.left > 0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(1.0, 1.6), min_size=20, max_size=60), st.integers(1, 6))
 def test_uneven_updates_and_steps_that_get_faster_keep_it_too(factors: list[float], steps_each: int) -> None:
     """As sequences end, steps take a third of what they took; an update costs now more, now less."""
@@ -84,7 +84,6 @@ def test_tails_of_uneven_steps_and_updates_keep_it_on_average(factor: float, ste
     assert 0.5 * BOUND < statistics.mean(slowdowns) < BOUND
 
 
-@settings(deadline=None)
 @given(st.floats(0.9, 1.0 + (1 - TO_SPARE) * BOUND), st.integers(1, 12))
 def test_what_costs_nothing_waits_for_a_step_to_compare_with_alone(factor: float, steps_each: int) -> None:
     throttle = Throttle(BOUND)

@@ -43,7 +43,7 @@ BUDGETS = st.tuples(st.integers(10, 40), st.integers(1, 24), st.integers(1, 9), 
 AMPLE = st.tuples(st.just(400), st.integers(1, 24), st.integers(1, 30), st.integers(0, 2), DRAFTS)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(BUDGETS, st.lists(SIZES, min_size=1, max_size=6))
 def test_every_request_ends_once_however_few_pages_there_are(
     budgets: Budgets, sizes: list[tuple[int, int, int]]
@@ -52,7 +52,7 @@ def test_every_request_ends_once_however_few_pages_there_are(
     assert set(bench.done) == {request.uid for requests in groups for request in requests}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(AMPLE, st.lists(SIZES, min_size=1, max_size=6))
 def test_with_pages_for_all_every_prompt_is_computed_once_but_for_its_last_token(
     budgets: Budgets, sizes: list[tuple[int, int, int]]
@@ -106,7 +106,7 @@ ACTS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(BUDGETS, st.lists(ACTS, max_size=40))
 def test_sequences_may_leave_and_come_back_at_any_time(budgets: Budgets, acts: list[tuple[str, object]]) -> None:
     bench, submitted = Bench(*budgets), set()

@@ -54,7 +54,7 @@ def test_an_engine_without_pages_is_refused() -> None:
         PagePool(0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.permutations(range(8)), st.integers(1, 7), st.randoms(use_true_random=False))
 def test_copies_in_rounds_are_copies_that_read_before_any_write(order: list[int], count: int, dice: Random) -> None:
     """Each page is written once, and a page that is written may be read: rounds put the reading first, whatever the

@@ -64,7 +64,7 @@ WRITES = st.tuples(st.just("add"), st.sampled_from([0, 1]), BATCHES)
 FORGETS = st.tuples(st.just("forget"), st.sampled_from([0, 1]), st.integers(0, 3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 5), st.lists(WRITES | WRITES | WRITES | FORGETS, max_size=8))
 def test_two_connections_agree_with_a_dict(keep: int, actions: list[tuple[str, int, object]]) -> None:
     model: dict[str, list[PastRollout]] = {}

@@ -41,7 +41,7 @@ def test_it_is_what_it_says(size: int, dtype: torch.dtype) -> None:
     assert tensor_digest(tensor.repeat_interleave(2)[::2]) == tensor_digest(tensor)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), size=st.integers(2, 70_000), dtype=st.sampled_from(DTYPES))
 def test_any_flipped_bits_and_any_two_values_that_changed_places_are_noticed(
     data: st.DataObject, size: int, dtype: torch.dtype

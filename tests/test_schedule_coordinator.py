@@ -91,7 +91,7 @@ class Watched:
                 self.training = set()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.integers(1, 3),
     st.integers(1, 5),

@@ -93,7 +93,7 @@ def ends_token_by_token(spec: WorkerSpec, jobs: list[tuple[str, int]]) -> dict[s
     return ends
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(curves, st.integers(1, 4), st.lists(st.integers(1, 12), min_size=1, max_size=12), st.floats(0.1, 9.0))
 def test_a_worker_ends_when_one_that_counts_tokens_does(
     curve: SpeedCurve, slots: int, lengths: list[int], look_every_s: float
@@ -131,7 +131,7 @@ def test_who_is_taken_out_leaves_the_rest_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("name", DISPATCHES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 60), st.integers(0, 9))
 def test_every_rollout_goes_to_one_worker(name: str, num_workers: int, slots: int, num: int, seed: int) -> None:
     lengths = long_tail(num, seed)
@@ -140,7 +140,7 @@ def test_every_rollout_goes_to_one_worker(name: str, num_workers: int, slots: in
     assert set(plan) == {f"w{number}" for number in range(num_workers)}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(curves, min_size=1, max_size=3), st.lists(st.integers(1, 40), min_size=1, max_size=6))
 def test_the_plan_is_within_a_third_of_the_best_possible(kinds: list[SpeedCurve], sizes: list[int]) -> None:
     workers = [WorkerSpec(f"w{number}", curve, 8) for number, curve in enumerate(kinds)]
@@ -180,7 +180,7 @@ def test_a_faster_worker_gets_more_and_a_slow_one_only_what_it_can_end() -> None
     assert len(many["fast"]) > 2 * len(many["slow"]) > 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(curves, min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 60), st.integers(0, 99))
 def test_nobody_ends_after_the_deadline_that_was_found(
     kinds: list[SpeedCurve], slots: int, num: int, seed: int

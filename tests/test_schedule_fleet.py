@@ -127,7 +127,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
             monkeypatch.setattr(f"slipstream.{module}.CHUNK", 20)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rules(), changes, st.booleans(), st.booleans(), st.sampled_from([0.0, 0.05, 1.0]), st.integers(0, 99))
 def test_every_rollout_is_trained_once_and_none_is_too_stale_whoever_comes_and_goes(
     rule: Rules, changed: list[Change], streams: bool, foresees: bool, hand_back_s: float, seed: int
@@ -309,7 +309,7 @@ def test_a_worker_without_work_is_lent_and_recalled_before_it_gets_some() -> Non
     assert fleet.on_event(RolloutEnded("1/1", 5), 1.0) == [CloseStep(1, ("1/0", "1/1")), Lend("a")]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(1, 5000), min_size=1, max_size=80), st.integers(1, 20))
 def test_ranking_groups_deal_out_everything_once_and_shorter_ones_to_earlier_workers(
     lengths: list[float], num_workers: int

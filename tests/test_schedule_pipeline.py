@@ -168,7 +168,7 @@ CHANGES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(sorted(MODES)), CHANGES, st.integers(0, 10**6))
 def test_every_step_is_trained_once_on_what_was_asked_for_it(mode: str, changes: Any, seed: int) -> None:
     config = settings_of(mode, **changes)
@@ -185,7 +185,7 @@ def test_every_step_is_trained_once_on_what_was_asked_for_it(mode: str, changes:
     assert asked == list(range(len(asked))), "no prompt is left out"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.booleans(), st.integers(1, 4), st.integers(0, 10**6))
 def test_in_order_a_synchronous_run_trains_as_a_colocated_one(dynamic: bool, prompts: int, seed: int) -> None:
     changes: dict[str, Any] = {
@@ -197,7 +197,7 @@ def test_in_order_a_synchronous_run_trains_as_a_colocated_one(dynamic: bool, pro
     assert streamed.trained == plain.trained
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(sorted(MODES)), CHANGES, st.integers(0, 10**6), st.integers(1, 60))
 def test_a_run_that_is_stopped_and_resumed_asks_for_every_prompt_once(
     mode: str, changes: Any, seed: int, stop_after: int

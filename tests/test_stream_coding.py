@@ -80,7 +80,7 @@ def versions(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return base, new
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(pair=versions())
 def test_what_is_decoded_is_what_was_encoded(pair: tuple[Tensor, Tensor]) -> None:
     base, new = pair

@@ -42,7 +42,7 @@ def depth_bound(num_workers: int, degree: int) -> int:
     return num_workers if degree == 1 else math.ceil(math.log(num_workers * (degree - 1) + 1, degree)) + 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(fleet=fleets())
 def test_everybody_once_nobody_overloaded_each_far_site_entered_once(fleet: tuple[list[Node], int]) -> None:
     workers, degree = fleet

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.train.packing import document_tokens, pack, plan_micro_batches
@@ -10,7 +10,6 @@ from slipstream.train.packing import document_tokens, pack, plan_micro_batches
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 80))
 def test_every_sample_once_and_within_the_limit(lengths: list[int], max_tokens: int) -> None:
     plan = plan_micro_batches(lengths, max_tokens)
@@ -29,7 +28,6 @@ def test_first_fit_decreasing_by_hand() -> None:
     assert plan_micro_batches([5, 6, 4, 5, 12], 10) == [[4], [1, 2], [0, 3]]
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

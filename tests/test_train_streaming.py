@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -234,7 +234,6 @@ def packed(lengths: Sequence[int], max_tokens: int) -> tuple[list[list[int]], li
 LENGTHS = st.lists(st.integers(1, 60), max_size=60)
 
 
-@settings(deadline=None)
 @given(LENGTHS, LENGTHS, st.integers(1, 80))
 def test_packing_does_not_depend_on_what_comes_later(lengths: list[int], more: list[int], max_tokens: int) -> None:
     done, rest = packed(lengths, max_tokens)

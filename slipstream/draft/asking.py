@@ -3,8 +3,8 @@
 One that is best for no size of batch, or saves less than it takes to keep it up to date, is asked throughout a rollout
 and then left alone until what that lost is no more than ALLOWED of the time since it began: to tell it what is said
 takes some 4 % of a step of a small model, and trials take as much again. So one that never pays takes no more than
-this, and if it learns, a little more. By rollouts, since what a few sequences are to draft with has to be told while
-they are many.
+this, and if it learns, up to twice as much. By rollouts, since what a few sequences are to draft with has to be told
+while they are many.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Asking:
         was_on, self.is_on = self.is_on, is_in_use or self._is_due()
         if self.is_on:
             self._since_s, self._gain_s = 0.0, self._gain_s / 2 if was_on else 0.0
-            self._told_from = self._told_from if was_on else self._num_steps
+        if self.is_on and not was_on:
+            self._told_from = self._num_steps
 
     def _is_due(self) -> bool:
         """Whether what it lost is little by now, or would be with what it has learned."""

@@ -160,11 +160,7 @@ class Bucket:
 
     def without_model(self) -> Strategy:
         """The best way that asks none."""
-        return max((way for way in self.beliefs if not way.depth), key=self.beliefs.gain)
-
-    def gain_without_model(self) -> float:
-        """Of the best way that asks none, against no drafts."""
-        return max((self.beliefs.gain(way) for way in self.beliefs if not way.depth), default=1.0)
+        return max((way for way in self.beliefs if not way.depth), key=self.beliefs.gain, default=OFF)
 
     def is_beaten(self, way: Strategy) -> bool:
         """Whether a model is so seldom right that a way which asks it cannot keep up with those that do not, whatever

@@ -260,7 +260,7 @@ class Selector:
             self._bucket(batch).note_off(seconds, step.is_fed)
         if step.is_fed or strategy.depth:
             plain_s = seconds + saved_s  # and with the best way that asks no model as much less as that gains
-            gain_s = plain_s / bucket.gain_without_model() - seconds if strategy.depth else 0.0
+            gain_s = plain_s / bucket.beliefs.gain(bucket.without_model()) - seconds if strategy.depth else 0.0
             self._asking.note_gain(gain_s - self._bucket(batch).feeding * plain_s)
         if is_matching or strategy.looks_for_matches:
             self._bucket(batch).seen.add(counted_tokens, seconds, not is_matching)

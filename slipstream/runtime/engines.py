@@ -47,8 +47,8 @@ def engine_around(
     *,
     others_follow: bool = False,
 ) -> Engine:
-    """One that computes with this very model, which nobody else may. `others_follow`: they wait
-    for its slots elsewhere, where it does not see them."""
+    """One that computes with this very model, which nobody else may. `others_follow`: they wait for its slots
+    elsewhere, where it does not see them."""
     settings = config.engine
     config = settle_source(config, device)
     drafts = config.draft.source != "off"

@@ -54,10 +54,16 @@ def test_a_shrinking_batch_needs_few_graphs() -> None:
 
 def test_a_size_that_is_asked_for_often_gets_its_own() -> None:
     fitting: Fitting[Size] = Fitting()
-    fitting.add(coarse(96))
-    chosen = [fitting.choose(fine(80), coarse(80)) for _ in range(PATIENCE + 1)]
-    assert set(chosen[:-1]) == {coarse(96)}
-    assert chosen[-1] == fine(80)
+    fitting.add(coarse(192))
+    chosen = [fitting.choose(fine(160), coarse(160)) for _ in range(PATIENCE + 1)]
+    assert set(chosen[:-1]) == {coarse(192)}
+    assert chosen[-1] == fine(160)
+
+
+def test_a_small_one_never_does_since_the_larger_takes_no_longer() -> None:
+    fitting: Fitting[Size] = Fitting()
+    fitting.add(fine(48, 128))
+    assert {fitting.choose(fine(40, 112), coarse(40, 112)) for _ in range(PATIENCE + 2)} == {fine(48, 128)}
 
 
 def test_the_smallest_that_has_room_and_only_of_the_same_kind() -> None:

@@ -14,14 +14,14 @@ from itertools import product
 
 import numpy as np
 
-from slipstream.engine.fitting import coarsely, fitted
+from slipstream.engine.fitting import SMALL, coarsely, fitted, padded
 from slipstream.engine.packing import Launch, StepSizes, padded_launches_of
 from slipstream.engine.sequences import Samplers, StepPlan
 from slipstream.engine.strategy import OFF, Feeding, StepDrafts, Strategy
 
 FEW = 8
 """Sequences that are few, for kernels that differ in this."""
-DRAFTED_ROWS = 64
+DRAFTED_ROWS = 128
 """Up to so many sequences, ways of drafting have a graph from the beginning. With more, most do not pay, and steps last
 longer: those that are tried get theirs behind steps under way."""
 LEAST_PROMPTS = 64
@@ -65,8 +65,8 @@ class FirstRuns:
         met."""
         feedings = (Feeding.NOTHING, Feeding.KEYS) if self.has_model else (Feeding.NOTHING,)
         steps: list[tuple[Strategy, Feeding, int, int]] = []
-        for batch, feeding in product(self._token_sizes(), feedings):
-            steps.append((OFF, feeding, min(batch, self._most), 0))
+        for batch, feeding in product(self._decoding_sizes(), feedings):
+            steps.append((OFF, feeding, batch, 0))
         for batch, way in self.prepared():
             # After a way that asks a model, one that does not may go on telling it all.
             fed = (Feeding.ALL,) if way.depth else (*feedings, Feeding.ALL) if self.has_model else feedings
@@ -75,11 +75,13 @@ class FirstRuns:
             if num_tokens >= LEAST_PROMPTS:
                 decoding = 1, min(self._most, num_tokens - 1)
                 steps += [(OFF, feeding, batch, num_tokens - batch) for batch in decoding]
-        return list(dict.fromkeys(launch for step in steps for launch in self._launches(*step)))
+        return list(dict.fromkeys(launch for step in steps for launch in self._launches(*step, pad=padded)))
 
     def prepared(self) -> list[tuple[int, Strategy]]:
         """Sizes of batch, and ways with them that have graphs from the beginning, whatever a model is told."""
-        return [(batch, way) for batch in self._batches() if batch <= DRAFTED_ROWS for way in self.ways(batch)]
+        few = (batch for batch in self._batches() if batch <= SMALL)
+        more = {min(coarsely(count), self._most) for count in range(SMALL + 1, min(DRAFTED_ROWS, self._most) + 1)}
+        return [(batch, way) for batch in (*few, *sorted(more)) for way in self.ways(batch)]
 
     @property
     def _most(self) -> int:
@@ -92,7 +94,18 @@ class FirstRuns:
     def _token_sizes(self) -> list[int]:
         return sorted({coarsely(count) for count in range(1, self.max_tokens + 1)})
 
-    def _launches(self, way: Strategy, feeding: Feeding, batch: int, num_prefilled: int = 0) -> list[Launch]:
+    def _decoding_sizes(self) -> list[int]:
+        """Of the small ones few, since a larger one takes no longer."""
+        return sorted({(padded if count > 2 * SMALL else coarsely)(count) for count in range(1, self._most + 1)})
+
+    def _launches(
+        self,
+        way: Strategy,
+        feeding: Feeding,
+        batch: int,
+        num_prefilled: int = 0,
+        pad: Callable[[int], int] = coarsely,
+    ) -> list[Launch]:
         """Of a step in which so many sequences decode, and so many tokens of another's prompt are computed."""
         wanted = math.ceil(way.drafts_each * batch)
         num_drafts = min(fitted(batch, wanted), self.max_tokens - batch) if wanted else 0
@@ -104,4 +117,4 @@ class FirstRuns:
             with_cuts=self.with_cuts,
         )
         drafts = StepDrafts(batch, False, way, num_drafts, feeding)
-        return padded_launches_of(plan, drafts, coarsely, self.num_slots)
+        return padded_launches_of(plan, drafts, pad, self.num_slots)

@@ -1,7 +1,7 @@
 """In which sizes steps run on a GPU, where each size needs a CUDA graph of its own. Pure.
 
-A new graph takes the time of some twenty steps, so a step runs in a somewhat larger size whose graph is there, until
-its own has been asked for so often that it would have paid.
+A new graph takes the time of twenty to fifty steps, so a step runs in a somewhat larger size whose graph is there. A
+large one does so until its own has been asked for so often that it would have paid, a small one for good.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Generic, Protocol, TypeVar
 
 PATIENCE = 200
 """Times that a size is asked for before it gets a graph although a larger one would do: in that many steps the padding
-costs more than a graph does where it costs most, and next to nothing where reading the weights takes the time."""
+costs more than a graph does where it costs most."""
 SMALL = 64
-"""Tokens up to which a step takes hardly longer with twice as many."""
+"""Tokens up to which a step takes hardly longer with twice as many, since reading the weights takes the time."""
 
 
 class Size(Hashable, Protocol):
@@ -41,13 +41,13 @@ class Fitting(Generic[SizeT]):
         """The size to run in. `coarser`: one of few with room for this, to get a graph if nothing has room."""
         if size in self._ready:
             return size
-        self._num_asked[size] += 1
-        if self._num_asked[size] > PATIENCE:
-            return size
         if size not in self._larger:
             fits = [one for one in self._ready if has_room(one, size)]
             self._larger[size] = min(fits, key=lambda one: one.room) if fits else coarser
-        return self._larger[size]
+        larger = self._larger[size]
+        if _takes_longer(larger, size):
+            self._num_asked[size] += 1
+        return size if self._num_asked[size] > PATIENCE else larger
 
     def larger(self, size: SizeT, may_serve: Callable[[SizeT], bool]) -> SizeT | None:
         """What it can run in at all, if there is anything, however much is padding."""
@@ -67,6 +67,10 @@ class Fitting(Generic[SizeT]):
 
 def _holds(size: Size, needed: Size) -> bool:
     return all(room >= need for room, need in zip(size.room, needed.room, strict=True))
+
+
+def _takes_longer(size: Size, needed: Size) -> bool:
+    return any(room > max(need, 2 * SMALL) for room, need in zip(size.room, needed.room, strict=True))
 
 
 def has_room(size: Size, needed: Size) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from slipstream.engine.fitting import coarsely
 from slipstream.engine.sampling import SamplingRows
 from slipstream.engine.sequences import StepPlan
 from slipstream.engine.state import StepState
@@ -110,7 +111,8 @@ def padded_launches_of(plan: StepPlan, drafts: StepDrafts, pad: Callable[[int], 
     """Of a step in one of the sizes that `pad` gives. Of those with prompts there are few, since their graphs are made
     while the GPU has nothing else to do, as a rollout begins: they sample in more places than they need, and a learned
     drafter gets all or nothing, both of which cost some per cent of them."""
-    num_tokens, num_askers = pad(plan.num_tokens), min(pad(max(1, plan.num_rows)), num_slots)
+    # Drafting with some rows more takes no longer, for a model has its weights to read and texts are quickly searched.
+    num_tokens, num_askers = pad(plan.num_tokens), min(coarsely(max(1, plan.num_rows)), num_slots)
     num_samples = max(1, len(plan.samplers) + plan.num_drafts)
     if plan.num_prefilled:
         few = min(num_tokens // SAMPLED_SHARE, num_slots)

@@ -156,8 +156,9 @@ def epoch_of(runs: dict[str, list[dict[str, Any]]], epoch: int, num_steps: int) 
         rows = runs[source][part]
         line[source] = {
             "gain": seconds[first] / seconds[source],
-            "tokens_a_step": statistics.fmean(row[f"{SPEC}accept_length"] for row in rows),
-            "accepted_share": sum(row[f"{SPEC}accepted"] for row in rows) / sum(row["rollout/tokens"] for row in rows),
+            "tokens_a_step": statistics.fmean(row.get(f"{SPEC}accept_length", 1.0) for row in rows),
+            "accepted_share": sum(row.get(f"{SPEC}accepted", 0.0) for row in rows)
+            / sum(row["rollout/tokens"] for row in rows),
         }
     return line
 

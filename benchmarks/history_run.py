@@ -34,6 +34,7 @@ KEPT = (
     *("response_length/mean", "response_length/max", "rollout/tokens"),
 )
 SPEC = "rollout/spec_"
+NO_DRAFTS = {f"{SPEC}accept_length": 1.0, f"{SPEC}accepted": 0.0}
 PREFIXES = (SPEC, "drafter/", "timing_s/")
 
 
@@ -153,12 +154,11 @@ def epoch_of(runs: dict[str, list[dict[str, Any]]], epoch: int, num_steps: int) 
         "length": statistics.fmean(row["response_length/mean"] for row in runs[first][part]),
     }
     for source in others:
-        rows = runs[source][part]
+        rows = [NO_DRAFTS | row if source == "off" else row for row in runs[source][part]]
         line[source] = {
             "gain": seconds[first] / seconds[source],
-            "tokens_a_step": statistics.fmean(row.get(f"{SPEC}accept_length", 1.0) for row in rows),
-            "accepted_share": sum(row.get(f"{SPEC}accepted", 0.0) for row in rows)
-            / sum(row["rollout/tokens"] for row in rows),
+            "tokens_a_step": statistics.fmean(row[f"{SPEC}accept_length"] for row in rows),
+            "accepted_share": sum(row[f"{SPEC}accepted"] for row in rows) / sum(row["rollout/tokens"] for row in rows),
         }
     return line
 

@@ -22,8 +22,8 @@ from slipstream.engine.strategy import OFF, Feeding, StepDrafts, Strategy
 FEW = 8
 """Sequences that are few, for kernels that differ in this."""
 DRAFTED_ROWS = 128
-"""Up to so many sequences, ways of drafting have a graph from the beginning. With more, most do not pay, and steps last
-longer: those that are tried get theirs behind steps under way."""
+"""Up to so many sequences, ways of drafting have a graph from the beginning, for as many drafts as they may make. With
+more, most do not pay, and steps last longer: those that are tried get theirs behind steps under way."""
 LEAST_PROMPTS = 64
 """Tokens of a step with prompts, at least, that has a graph from the beginning."""
 
@@ -48,7 +48,7 @@ class FirstRuns:
         feedings = tuple(Feeding) if self.has_model else (Feeding.NOTHING,)
         ways = [(batch, way) for batch in self._batches() for way in (OFF, *self.ways(batch))]
         most_samples = coarsely(max(math.ceil(batch * (1 + way.drafts_each)) for batch, way in ways))
-        for num_tokens in self._token_sizes():
+        for num_tokens in sorted({*self._token_sizes(), *self._decoding_sizes()}):
             sizes = num_tokens, min(num_tokens, self.num_slots), min(num_tokens, most_samples)
             yield Launch(None, StepSizes(*sizes, False, self.with_cuts, feeding=feedings[-1]))
         for batch in sorted({1, min(FEW, self._most), self._most}):

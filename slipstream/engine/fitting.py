@@ -1,7 +1,7 @@
 """In which sizes steps run on a GPU, where each size needs a CUDA graph of its own. Pure.
 
-A new graph takes the time of twenty to fifty steps, so a step runs in a somewhat larger size whose graph is there. A
-large one does so until its own has been asked for so often that it would have paid, a small one for good.
+A new graph takes the time of twenty to fifty steps, so a step runs in a somewhat larger size whose graph is there: if
+that one is small too, for good, else until its own has been asked for so often that it would have paid.
 """
 
 from __future__ import annotations

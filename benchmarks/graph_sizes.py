@@ -22,7 +22,7 @@ from slipstream.engine.fitting import coarsely, padded
 from slipstream.engine.measure import PROMPT_TOKENS, time_decoding
 from slipstream.engine.packing import Launch
 from slipstream.models.precision import resolve_precision
-from slipstream.runtime.benches import describe_machine, load_shape
+from slipstream.runtime.benches import check_shape, describe_machine, load_shape
 from slipstream.runtime.heap import still_heap
 
 
@@ -44,11 +44,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU: without one, steps have no graphs")
+    shapes = arguments.shapes.split(",")
+    for shape in shapes:
+        check_shape(shape)
     device = torch.device("cuda")
     dtype = resolve_precision("auto", device)
     sizes = sorted({padded(count) for count in range(1, arguments.most + 1) if padded(count) != coarsely(count)})
     rows: list[dict[str, Any]] = []
-    for shape in arguments.shapes.split(","):
+    for shape in shapes:
         model = load_shape(shape, dtype, device)
         engine = Engine(model, max_sequences=arguments.most, max_length=PROMPT_TOKENS + arguments.new_tokens)
         assert engine._graphs is not None

@@ -16,7 +16,7 @@ from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES, Selector
 from slipstream.engine.engine import Engine
 from slipstream.engine.first_runs import DRAFTED_ROWS, LEAST_PROMPTS, FirstRuns
-from slipstream.engine.fitting import SMALL, Fitting, coarsely, fitted, padded
+from slipstream.engine.fitting import FREE, Fitting, coarsely, fitted, padded
 from slipstream.engine.packing import Launch, padded_launches_of
 from slipstream.engine.sequences import Samplers, StepPlan
 from slipstream.engine.strategy import OFF, Always, Feeding, StepDrafts, Strategy
@@ -157,7 +157,7 @@ def test_graphs_are_there_before_steps_that_decode_and_before_drafts_for_few(
         for launch, coarser in zip(*pair, strict=True):
             chosen = fitting.choose(launch, coarser)
             assert chosen in graphs, launch
-            if max(chosen.room) <= 2 * SMALL or not (plan.num_prefilled or plan.num_drafts):
+            if max(chosen.room) <= FREE or not (plan.num_prefilled or plan.num_drafts):
                 with monkeypatch.context() as patch:
                     patch.setattr("slipstream.engine.fitting.PATIENCE", 0)
                     assert fitting.choose(launch, coarser) == chosen

@@ -14,10 +14,10 @@ from itertools import product
 
 import numpy as np
 
-from slipstream.engine.fitting import SMALL, coarsely, fitted, padded
+from slipstream.engine.fitting import FREE, SMALL, coarsely, fitted, padded
 from slipstream.engine.packing import Launch, StepSizes, padded_launches_of
 from slipstream.engine.sequences import Samplers, StepPlan
-from slipstream.engine.strategy import OFF, Feeding, StepDrafts, Strategy
+from slipstream.engine.strategy import OFF, Feeding, StepDrafts, Strategy, size_of
 
 FEW = 8
 """Sequences that are few, for kernels that differ in this."""
@@ -75,13 +75,13 @@ class FirstRuns:
             if num_tokens >= LEAST_PROMPTS:
                 decoding = 1, min(self._most, num_tokens - 1)
                 steps += [(OFF, feeding, batch, num_tokens - batch) for batch in decoding]
-        return list(dict.fromkeys(launch for step in steps for launch in self._launches(*step, pad=padded)))
+        return list(dict.fromkeys(launch for step in steps for launch in self._launches(*step)))
 
     def prepared(self) -> list[tuple[int, Strategy]]:
         """Sizes of batch, and ways with them that have graphs from the beginning, whatever a model is told."""
-        few = (batch for batch in self._batches() if batch <= SMALL)
-        more = {min(coarsely(count), self._most) for count in range(SMALL + 1, min(DRAFTED_ROWS, self._most) + 1)}
-        return [(batch, way) for batch in (*few, *sorted(more)) for way in self.ways(batch)]
+        counts = range(1, min(DRAFTED_ROWS, self._most) + 1)
+        batches = {min(self._most, (size_of if count <= SMALL else coarsely)(count)) for count in counts}
+        return [(batch, way) for batch in sorted(batches) for way in self.ways(batch)]
 
     @property
     def _most(self) -> int:
@@ -96,16 +96,9 @@ class FirstRuns:
 
     def _decoding_sizes(self) -> list[int]:
         """Of the small ones few, since a larger one takes no longer."""
-        return sorted({(padded if count > 2 * SMALL else coarsely)(count) for count in range(1, self._most + 1)})
+        return sorted({(coarsely if count <= FREE else padded)(count) for count in range(1, self._most + 1)})
 
-    def _launches(
-        self,
-        way: Strategy,
-        feeding: Feeding,
-        batch: int,
-        num_prefilled: int = 0,
-        pad: Callable[[int], int] = coarsely,
-    ) -> list[Launch]:
+    def _launches(self, way: Strategy, feeding: Feeding, batch: int, num_prefilled: int = 0) -> list[Launch]:
         """Of a step in which so many sequences decode, and so many tokens of another's prompt are computed."""
         wanted = math.ceil(way.drafts_each * batch)
         num_drafts = min(fitted(batch, wanted), self.max_tokens - batch) if wanted else 0
@@ -117,4 +110,4 @@ class FirstRuns:
             with_cuts=self.with_cuts,
         )
         drafts = StepDrafts(batch, False, way, num_drafts, feeding)
-        return padded_launches_of(plan, drafts, pad, self.num_slots)
+        return padded_launches_of(plan, drafts, padded, self.num_slots)

@@ -15,6 +15,8 @@ PATIENCE = 200
 costs more than a graph does where it costs most."""
 SMALL = 64
 """Tokens up to which a step takes hardly longer with twice as many, since reading the weights takes the time."""
+FREE = 2 * SMALL
+"""So up to this many, what is padding takes hardly any."""
 
 
 class Size(Hashable, Protocol):
@@ -70,7 +72,7 @@ def _holds(size: Size, needed: Size) -> bool:
 
 
 def _takes_longer(size: Size, needed: Size) -> bool:
-    return any(room > max(need, 2 * SMALL) for room, need in zip(size.room, needed.room, strict=True))
+    return any(room > max(need, FREE) for room, need in zip(size.room, needed.room, strict=True))
 
 
 def has_room(size: Size, needed: Size) -> bool:

@@ -19,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from slipstream.config import load_config
 from slipstream.draft.eagle import DraftModel, Features, build_draft
@@ -65,7 +67,7 @@ def serve(python: str, drafter: SavedDrafter, folder: Path, told: dict[str, Any]
 def our_logits(model: Any, features: Features, draft: DraftModel, known: Tensor, follow: Sequence[int]) -> list[Tensor]:
     """Of each draft after the known tokens, going on with those that were drafted."""
     document_hidden(model, known, [len(known)])
-    embed, last = model.get_input_embeddings(), len(known) - 1
+    embed, last = partial(embedding, weight=model.get_input_embeddings().weight), len(known) - 1
     hidden = draft.fuse(features.take()[:last])
     residual, query, keys, values = draft.begin(embed(known[1:]), hidden, torch.arange(last))
     hidden = draft.finish(residual, attend_causally(query, keys, values, draft.form))[-1:]

@@ -66,6 +66,33 @@ def test_a_model_of_no_use_is_of_no_use_after_a_checkpoint() -> None:
     assert resumed.feed(1) == Feeding.NOTHING and not any(count for way, count in counts.items() if way.depth)
 
 
+def test_a_model_that_was_left_alone_is_left_alone_after_a_checkpoint() -> None:
+    """Also if it has other weights by then, and until the same rollout as if there had been no checkpoint."""
+    sizes, unbroken, dice = {64: 50, 16: 100, 4: 350}, Selector(MODEL_STRATEGIES), random.Random(3)
+    while unbroken._asking.is_on:
+        rollout(unbroken, dice, sizes, odds=0.33, cost=0.5)
+    resumed = Selector(MODEL_STRATEGIES, has_model=False)
+    resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
+    num_alone = 0
+    for selector in (unbroken, resumed):
+        selector.note_new_model()
+    while not unbroken._asking.is_on:
+        assert not resumed._asking.is_on
+        for selector in (unbroken, resumed):
+            rollout(selector, random.Random(num_alone), sizes, odds=0.33, cost=0.5)
+        num_alone += 1
+    assert num_alone > 2 and resumed._asking.is_on
+
+
+def test_what_was_saved_before_there_was_a_model_does_not_silence_it() -> None:
+    before, after = (Selector(MODEL_STRATEGIES, has_model=False) for _ in range(2))
+    after.note_new_model()
+    after.load_state_dict(before.state_dict())
+    assert after.feed(8) == Feeding.KEYS
+    after.load_state_dict({"asking": {"of": 1, "another": 2, "version": 3}})
+    assert after.feed(8) == Feeding.KEYS
+
+
 @pytest.mark.parametrize(
     ("known", "late", "copies_bring"),
     [

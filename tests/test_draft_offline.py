@@ -13,9 +13,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from test_cli import call, settings
-from test_draft_history import groups, tiny
+from test_draft_history import MAX_LENGTH, NUM_SLOTS, drafter_with, groups, tiny
 from test_draft_learned import guessing, of_each_kind, sharp, target
 from test_runtime_drafts import WORDS
+from tiny_models import build_family
 from transformers import LlamaConfig
 
 from slipstream.config import build_config, load_config
@@ -23,12 +24,16 @@ from slipstream.draft import online
 from slipstream.draft.eagle import DraftModel, Features, build_draft, kind_of
 from slipstream.draft.export import FORMATS, exported_config
 from slipstream.draft.judge import num_steps, right_drafts
+from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.online import DrafterTrainer
-from slipstream.draft.saved import WEIGHTS, DrafterState
-from slipstream.engine.strategy import Strategy
+from slipstream.draft.saved import DRAFTER_FILE, WEIGHTS, DrafterState
+from slipstream.engine.engine import Engine
+from slipstream.engine.strategy import Always, Strategy
+from slipstream.models.attention import ATTENTION_NAME
 from slipstream.models.loading import load_tokenizer
 from slipstream.models.packed import document_hidden
 from slipstream.runtime.drafters import find_drafter, save_drafter
+from slipstream.runtime.drafting import check_kind
 from slipstream.runtime.local import run_training
 from slipstream.runtime.offline import recorded_samples
 from slipstream.train.checkpoint import save_checkpoint
@@ -38,9 +43,18 @@ DEPTH = 2
 
 
 @of_each_kind
-def test_the_judge_counts_the_steps_that_the_engine_takes(kind: str) -> None:
-    draft, model = sharp(kind, 3), target()
-    guesser, engine = guessing(kind, Strategy(4.0, 0, DEPTH))
+@pytest.mark.parametrize("family", ["tiny", "gemma3_text"])
+def test_the_judge_counts_the_steps_that_the_engine_takes(kind: str, family: str) -> None:
+    """Also where a family scales its embeddings, which a drafter sees as they are."""
+    if family == "tiny":
+        draft, model = sharp(kind, 3), target()
+        guesser, engine = guessing(kind, Strategy(4.0, 0, DEPTH))
+    else:
+        model, served = (build_family(family, ATTENTION_NAME).requires_grad_(False) for _ in range(2))
+        draft, drafter = build_draft(model.config, kind, 3), drafter_with((), library_tokens=0)
+        drafter.guesser = guesser = ModelGuesser(num_slots=NUM_SLOTS, kind=kind)
+        policy = Always(Strategy(4.0, 0, DEPTH))
+        engine = Engine(served, max_sequences=NUM_SLOTS, max_length=MAX_LENGTH, drafter=drafter, policy=policy)
     guesser.write(draft.state_dict().items())
     for group in groups(3, 4, temperature=0.8):
         engine.submit(group)
@@ -182,6 +196,11 @@ def test_a_recorded_run_teaches_a_drafter_that_the_next_run_begins_with(
     other = ["--target", str(runs / "without" / "checkpoints" / "step_2")]
     assert call("export-drafter", str(folder), str(tmp_path / "for_another"), *other) == 0
     assert "it was taught by other weights" in capsys.readouterr().out
+    moved = json.loads((folder / "drafter.json").read_text()) | {"target": other[1]}
+    shutil.copytree(folder, tmp_path / "moved")
+    (tmp_path / "moved" / "drafter.json").write_text(json.dumps(moved))
+    assert call("export-drafter", str(tmp_path / "moved"), str(tmp_path / "for_moved")) == 0
+    assert "it was taught by other weights" in capsys.readouterr().out, "another policy lies where its own did"
     shutil.copytree(folder, tmp_path / "damaged")
     (tmp_path / "damaged" / "drafter.json").write_text("{}")
     assert call("export-drafter", str(tmp_path / "damaged"), str(tmp_path / "no")) == 2
@@ -243,7 +262,7 @@ def test_prompts_are_held_out_whole(runs: Path) -> None:
         ({"draft": {"source": "history"}}, "of no use without a drafter"),
         ({"drafter": {"kind": "eagle1"}}, "write drafter.kind=eagle3"),
         ({"drafter": {"warm_from": "without"}}, "has no drafter"),
-        ({"drafter": {"warm_from": "wide"}}, "this drafter is for another model"),
+        ({"drafter": {"warm_from": "wide"}}, "is for a model of another shape.*leave out drafter.warm_from"),
     ],
 )
 def test_a_drafter_that_does_not_fit_is_noticed_before_anything_is_written(
@@ -260,6 +279,20 @@ def test_a_drafter_that_does_not_fit_is_noticed_before_anything_is_written(
 
 
 def test_a_resumed_run_keeps_its_kind(runs: Path) -> None:
+    """Or is told so before anything is written, and its drafter stays."""
+    folder = runs / "eagle3"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    config = load_config(folder / "config.yaml", ["drafter.kind=eagle1", "train.steps=3"])
+    with pytest.raises(ValueError, match=r"of the kind eagle3: write drafter\.kind=eagle3, or begin a new run"):
+        run_training(config, resume=True, quiet=True)
+    assert before == {path: path.read_bytes() for path in before}
+    shutil.copytree(folder / "checkpoints" / "step_2", runs / "damaged_drafter", dirs_exist_ok=True)
+    (runs / "damaged_drafter" / DRAFTER_FILE).write_bytes(b"broken")
+    for lost in (runs / "damaged_drafter", runs / "without"):
+        check_kind(config, lost)  # a warning tells later, and the run goes on
+
+
+def test_weights_of_another_kind_are_refused(runs: Path) -> None:
     state = find_drafter(runs / "eagle1").state
     assert kind_of(state.weights) == "eagle1"
     learner = DrafterTrainer(target(), lr=1e-3, temperature=1.0, memory_bytes=0, kind="eagle3")

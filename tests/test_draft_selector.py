@@ -19,7 +19,7 @@ def test_of_a_size_that_is_hardly_known_nothing_is_saved() -> None:
     selector = Selector()
     drive(selector, world_with(0.8, 0.02), 8, 100)
     selector.choose(64)
-    assert {name.split()[0] for name in selector.state_dict()} == {"8"}
+    assert {name.split()[0] for name in selector.state_dict()} == {"8", "asking"}
 
 
 def test_where_drafts_pay_most_tokens_come_from_the_best_way() -> None:

@@ -80,7 +80,7 @@ class Played:
         self.worker = DrafterWorker(
             self.member,  # type: ignore[arg-type]
             self.texts,  # type: ignore[arg-type]
-            lambda weights: self.drafts_with.extend(float(one) for _, one in weights),
+            lambda state: self.drafts_with.extend(float(one) for one in state.weights.values()),
             self.said.append,
         )
 

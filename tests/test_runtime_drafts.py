@@ -12,19 +12,26 @@ import torch
 from reports import report_from
 from safetensors.torch import load_file
 from test_draft_learned import guessing, sharp
+from tiny_models import group
 
 from slipstream.config import build_config
-from slipstream.draft import online
+from slipstream.draft import online, versions
 from slipstream.draft.online import DrafterTrainer
-from slipstream.draft.saved import load_drafter_state
+from slipstream.draft.saved import WEIGHTS, DrafterState, load_drafter_state
 from slipstream.draft.selector import MIXED_STRATEGIES, Choice, Selector
 from slipstream.draft.shelves import HISTORY, OWN_TEXT, SIBLING
-from slipstream.engine.strategy import OFF, Always, DraftCounts, Strategy
+from slipstream.engine.engine import PAGE_TOKENS
+from slipstream.engine.strategy import OFF, Always, DraftCounts, Feeding, Strategy
 from slipstream.history.format import HistoryStoreError
 from slipstream.history.store import HistoryStore
+from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.observe.store import RunStore
 from slipstream.runtime import tail as tail_module
-from slipstream.runtime.drafting import build_selector, draft_metrics, draft_with, settle_source
+from slipstream.runtime.coats import drafter_worker
+from slipstream.runtime.drafter_messages import TakeDrafter
+from slipstream.runtime.drafting import build_selector, draft_metrics, draft_with, settle_source, unread_settings
+from slipstream.runtime.engines import engine_around, kv_token_bytes
+from slipstream.runtime.folder import VERSIONS_FOLDER
 from slipstream.runtime.local import run_training
 from slipstream.types import MODEL_ORIGIN, ORIGIN_NAMES
 
@@ -260,3 +267,60 @@ def test_an_engine_with_a_new_drafter_drafts_with_it_and_its_policy_knows() -> N
     draft_with(engine, weights.items())
     assert policy.num_models == 1
     assert all(torch.equal(value, weights[name]) for name, value in guesser.model.state_dict().items())
+
+
+def test_rollout_workers_ask_a_drafter_only_once_it_has_learned(tmp_path: Path) -> None:
+    config = build_config(settings(tmp_path, draft={"source": "drafter"}, mode="sync"))
+    guesser, engine = guessing("eagle3", OFF)
+    engine.policy = selector = build_selector(config, torch.device("cpu"))
+    versions_folder = config.run.dir / VERSIONS_FOLDER
+
+    def publish(num_updates: int) -> None:
+        tensors = {f"{WEIGHTS}{name}": one for name, one in sharp("eagle3", num_updates).state_dict().items()}
+        versions.publish(versions_folder, DrafterState(0, num_updates, "", tensors), "run")
+
+    publish(num_updates=0)
+    worker = drafter_worker(config, engine, "rollout-0", lambda message: None)
+    assert worker.version == 0 and selector.feed(8) == Feeding.NOTHING
+    publish(num_updates=5)
+    worker.obey(TakeDrafter(1))
+    assert worker.version == 1 and selector.feed(8) == Feeding.KEYS
+    assert all(
+        torch.equal(one, guesser.model.state_dict()[name]) for name, one in sharp("eagle3", 5).named_parameters()
+    )
+    worker.close()
+
+
+@pytest.mark.parametrize("source", ["off", "history", "drafter", "both"])
+def test_an_engine_keeps_as_many_keys_as_are_reckoned_with(source: str, tmp_path: Path) -> None:
+    config = build_config(settings(tmp_path, draft={"source": source}))
+    device = torch.device("cpu")
+    model = load_model("tiny", dtype=torch.float32, device=device).requires_grad_(False)
+    wanted = kv_token_bytes(config, model)
+    engine = engine_around(model, config, load_tokenizer("tiny"), device, selector=build_selector(config, device))
+    if engine.drafter is not None and engine.drafter.has_model:
+        draft_with(engine, sharp("eagle3", 3).state_dict().items())
+    engine.submit(group("0", (5, 6, 7), 2))
+    engine.step()
+    num_tokens = (engine.facts().num_pages + 1) * PAGE_TOKENS
+    assert engine.facts().kv_bytes == wanted * num_tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "unread"),
+    [
+        ({"draft": {"source": "both"}, "drafter": {"lr": 1e-3}, "history": {"keep_per_prompt": 4}}, []),
+        ({"draft": {"source": "history"}, "drafter": {"lr": 1e-3, "kind": "eagle1"}}, ["drafter.kind", "drafter.lr"]),
+        ({"draft": {"source": "drafter", "library_tokens": 4096}}, ["draft.library_tokens"]),
+        (
+            {"draft": {"source": "off", "max_drafts": 4}, "history": {"disk_gb": 1}},
+            ["draft.max_drafts", "history.disk_gb"],
+        ),
+        ({"drafter": {"lr": 3e-4}}, []),
+    ],
+)
+def test_settings_of_drafts_that_nobody_reads_are_told(
+    changes: dict[str, Any], unread: list[str], tmp_path: Path
+) -> None:
+    config = settle_source(build_config(settings(tmp_path, **changes)), torch.device("cuda"))
+    assert unread_settings(config) == unread

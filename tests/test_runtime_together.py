@@ -19,6 +19,7 @@ from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.reading import Reader
+from slipstream.draft.saved import DrafterState
 from slipstream.draft.together import Member
 from slipstream.engine.engine import Engine
 from slipstream.engine.strategy import Always, Strategy
@@ -64,7 +65,11 @@ class LearningLink(LocalLink):
         trainer = DrafterTrainer(model, lr=3e-3, temperature=1.0, memory_bytes=10**9, seed=int(name[-1]))
         publish_once(trainer, folder)
         member = Member(trainer, folder, name=name, target_digest="")
-        self.drafter = DrafterWorker(member, Reader(trainer, model), guesser.write, self._outbox.append)
+
+        def draft_as(state: DrafterState) -> None:
+            guesser.write(state.weights.items())
+
+        self.drafter = DrafterWorker(member, Reader(trainer, model), draft_as, self._outbox.append)
         self._outbox[:] = [Here(SLOTS, ((1, 0.01), (SLOTS, 0.02)), self.drafter.version)]
         self.worker = RolloutWorker(engine, shelf, PastTexts(), self._outbox.append, clock, self.drafter)
 

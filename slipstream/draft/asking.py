@@ -9,8 +9,8 @@ while they are many.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 
 ALLOWED = 0.01
 """Of the time, what a model may lose that does not pay, as estimated: what it saves for sequences that others outlast
@@ -31,7 +31,7 @@ class Asking:
     def __init__(self, has_model: bool) -> None:
         """`has_model`: whether there is one before `note_model`."""
         self.is_on = self._has_model = has_model
-        self._num_steps, self._began_at, self._fewest, self._longest = 0, 0, math.inf, 0
+        self._num_steps, self._began_at, self._fewest, self._longest = 0, 0, sys.maxsize, 0
         """Steps in all; of this rollout the first, and the smallest size of batch; and how many the longest had."""
         self._told_from = -FED_BEFORE
         self._since_s, self._asked_s, self._lost_s = 0.0, 0.0, 0.0
@@ -41,6 +41,16 @@ class Asking:
         """Since it is left alone."""
         self._gain_s = 0.0
         """What it saved since it is told, less what it took to tell it; of a rollout half as much as of the next."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Numbers only, for a checkpoint: a drafter that was left alone is left alone by whoever goes on from it."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        is_of_another_version = state.keys() != vars(self).keys()
+        # What was saved before there was a model says nothing of the one there is by now.
+        if not is_of_another_version and (state["_has_model"] or not self._has_model):
+            vars(self).update(state)
 
     @property
     def may_ask(self) -> bool:
@@ -85,4 +95,4 @@ class Asking:
         if not self._has_model:
             self._has_model = self.is_on = True
             self._told_from = self._began_at = self._num_steps
-            self._fewest, self._since_s = math.inf, 0.0
+            self._fewest, self._since_s = sys.maxsize, 0.0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
 
 from slipstream.draft.beliefs import Beliefs
 from slipstream.engine.strategy import OFF, Strategy
@@ -357,6 +358,35 @@ class Bucket:
         self.take(OFF)
         self.beliefs.doubt_all(DOUBT**2)
         self.again_after = self.window
+
+    def state_dict(self) -> dict[str, object]:
+        """Numbers only. In stretches `of_model` is that of steps outside, which keep it."""
+        return {
+            "best": astuple(self.best),
+            "seen": astuple(self.seen),
+            "unit_s": self.unit_s,
+            "ways": [[*astuple(way), cost, list(self.right[way])] for way, cost in self.costs.items()],
+            "beliefs": self.beliefs.state_dict(),
+            "of_model": [] if self.is_matching else list(map(list, self.of_model)),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Of the same size, where nothing is known yet."""
+        self.unit_s, self.seen = saved["unit_s"], Seen(*saved["seen"])
+        for *numbers, cost, right in saved["ways"]:
+            way = Strategy(*numbers)
+            if way in self.ways:
+                self.costs[way], self.right[way] = cost, deque(right, maxlen=self.window)
+        if OFF not in self.costs:
+            return
+        if "beliefs" in saved:
+            self.beliefs.load_state_dict(saved["beliefs"], list(self.costs))
+        for way in self.costs:
+            if way not in self.beliefs:  # a contender, or all of an earlier version: by its last trial
+                self.weigh(way, OFF)
+        self.of_model.extend((rows, right) for rows, right in saved.get("of_model", ()))
+        best = Strategy(*saved["best"])
+        self.take(best if best in self.costs else OFF)
 
 
 def tokens_at_best(right: Sequence[float], way: Strategy, batch: int) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from slipstream.draft.eagle import DraftModel
@@ -38,7 +38,10 @@ def right_drafts(
 ) -> Tensor:
     """[J, T], bool: at (j, t) whether draft j of a chain, that of the token at t + 2, is the token of the text."""
     at_T = torch.arange(len(ids_T), device=ids_T.device)
-    embeds_TD = target.get_input_embeddings()(ids_T.roll(-1))
+    # As it is taught and asked: without what some families do to embeddings of their own.
+    weight = target.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    embeds_TD = embedding(ids_T.roll(-1), weight)
     hidden_TD = draft.fuse(features_TF)
     keys, values, right = list[Tensor](), list[Tensor](), list[Tensor]()
     for place in range(depth):

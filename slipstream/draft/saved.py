@@ -62,6 +62,16 @@ def load_drafter_state(checkpoint_folder: Path) -> DrafterState:
         raise DrafterStateLost(f"{path} is damaged ({error})") from error
 
 
+def names_in(checkpoint_folder: Path) -> list[str]:
+    """Of the drafter's weights, without reading them. DrafterStateLost if there is none to be read."""
+    path = checkpoint_folder / DRAFTER_FILE
+    try:
+        with safe_open(path, framework="pt") as file:
+            return [name.removeprefix(WEIGHTS) for name in file.keys() if name.startswith(WEIGHTS)]  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise DrafterStateLost(f"{path} cannot be read ({error})") from error
+
+
 def save_drafter_state(checkpoint_folder: Path, state: DrafterState) -> None:
     """At once; atomically."""
     told = {

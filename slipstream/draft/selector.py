@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from slipstream.draft.asking import FED_BEFORE, Asking
 from slipstream.draft.bucket import (
@@ -33,7 +33,6 @@ from slipstream.draft.bucket import (
     WINDOW_ALONE,
     WINDOW_ROWS,
     Bucket,
-    Seen,
     tokens_at_best,
 )
 from slipstream.engine.strategy import MATCHING, OFF, Feeding, StepResult, Strategy, size_of
@@ -90,6 +89,8 @@ MIXED_STRATEGIES = (
 of 25 comparisons, and what is so much alike takes thousands of steps to tell apart."""
 TELLING = (Strategy(4.0, 8, 4), Strategy(4.0, 1), Strategy(4.0, 0, 4))
 """Show soon whether drafts pay at all."""
+ASKING = "asking"
+"""Beside the sizes of batch in what is saved: whether a model is left alone, and until when."""
 TREE_ROWS = 8
 """Trees are tried with up to so many sequences: they verify many drafts of which most are wrong by design."""
 
@@ -331,41 +332,24 @@ class Selector:
 
     def state_dict(self) -> dict[str, object]:
         """Numbers and strings only, for a checkpoint."""
-        return {
-            f"{size} {'matching' if is_matching else 'plain'}": {
-                "best": astuple(bucket.best),
-                "seen": astuple(bucket.seen),
-                "unit_s": bucket.unit_s,
-                "ways": [[*astuple(way), cost, list(bucket.right[way])] for way, cost in bucket.costs.items()],
-                "beliefs": bucket.beliefs.state_dict(),
-                "of_model": [] if is_matching else list(map(list, bucket.of_model)),
-            }
+        buckets = {
+            f"{size} {'matching' if is_matching else 'plain'}": bucket.state_dict()
             for (size, is_matching), bucket in self._buckets.items()
             if OFF in bucket.costs  # else hardly anything is known
         }
+        return {**buckets, ASKING: self._asking.state_dict()}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         for name, saved in state.items():
             assert isinstance(saved, dict)
-            if "seen" not in saved:
-                continue  # of a version that judged all texts together: it is learned anew
-            size, scene = name.split()
-            bucket = self._new_bucket(int(size), scene == "matching")
-            bucket.unit_s, bucket.seen = saved["unit_s"], Seen(*saved["seen"])
-            for *numbers, cost, right in saved["ways"]:
-                way = Strategy(*numbers)
-                if way in bucket.ways:
-                    bucket.costs[way], bucket.right[way] = cost, deque(right, maxlen=bucket.window)
-            best = Strategy(*saved["best"])
-            if OFF in bucket.costs:  # else hardly anything was known
-                if "beliefs" in saved:
-                    bucket.beliefs.load_state_dict(saved["beliefs"], list(bucket.costs))
-                for way in bucket.costs:
-                    if way not in bucket.beliefs:  # a contender, or all of an earlier version: by its last trial
-                        bucket.weigh(way, OFF)
-                bucket.of_model.extend((rows, right) for rows, right in saved.get("of_model", ()))
-                bucket.take(best if best in bucket.costs else OFF)
-                self._buckets[bucket.size, bucket.is_matching] = bucket
+            if name == ASKING:
+                self._asking.load_state_dict(saved)
+            elif "seen" in saved:  # else of a version that judged all texts together: it is learned anew
+                size, scene = name.split()
+                bucket = self._new_bucket(int(size), scene == "matching")
+                bucket.load_state_dict(saved)
+                if OFF in bucket.costs:  # else hardly anything was known
+                    self._buckets[bucket.size, bucket.is_matching] = bucket
         for bucket in list(self._buckets.values()):
             if bucket.is_matching:
                 bucket.costs_outside = self._bucket(bucket.size).costs

@@ -26,7 +26,7 @@ from slipstream.runtime.drafter_messages import FromMember
 from slipstream.runtime.drafter_worker import DrafterWorker
 from slipstream.runtime.drafting import (
     build_selector,
-    draft_with,
+    draft_as,
     drafter_trainer_for,
     learns,
     remembers,
@@ -94,7 +94,7 @@ def drafter_worker(config: Config, engine: Engine, name: str, say: Callable[[Fro
     trainer = drafter_trainer_for(config, engine.model, lessons, seed)
     digest = engine.facts().version.digest
     member = Member(trainer, config.run.dir / VERSIONS_FOLDER, name=name, target_digest=digest)
-    return DrafterWorker(member, Reader(trainer, engine.model), partial(draft_with, engine), say)
+    return DrafterWorker(member, Reader(trainer, engine.model), partial(draft_as, engine), say)
 
 
 def train_in_process(

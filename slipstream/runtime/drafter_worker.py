@@ -7,12 +7,12 @@ fault in any of it is told and costs the drafter, never a rollout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from safetensors import SafetensorError
-from torch import Tensor
 
 from slipstream.draft.reading import Reader
+from slipstream.draft.saved import DrafterState
 from slipstream.draft.together import Member, Share
 from slipstream.runtime.drafter_messages import (
     AverageShares,
@@ -38,10 +38,10 @@ class DrafterWorker:
         self,
         member: Member,
         reader: Reader,
-        draft_with: Callable[[Iterable[tuple[str, Tensor]]], None],
+        draft_with: Callable[[DrafterState], None],
         say: Callable[[FromMember], None],
     ) -> None:
-        """`draft_with`: gives the engine weights, from its next step on; at once the newest."""
+        """`draft_with`: gives the engine a version, from its next step on; at once the newest."""
         self._member, self._reader, self._draft_with, self._say = member, reader, draft_with, say
         self._task: Iterator[None] | None = None
         self._round: int | None = None
@@ -112,7 +112,7 @@ class DrafterWorker:
 
     def _take_newest(self) -> int:
         state = self._member.newest()
-        self._draft_with(state.weights.items())
+        self._draft_with(state)
         return state.step
 
     def _end_task(self) -> None:

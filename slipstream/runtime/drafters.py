@@ -90,14 +90,13 @@ def export_from(source: Path, folder: Path, *, file_format: str | None, dtype: s
     own_format = next(name for name, kind in FORMATS.items() if kind == drafter.kind)
     if file_format not in (None, own_format):
         raise ValueError(f"the drafter of {source} is of the kind {drafter.kind}: give --format {own_format}")
-    is_other = target is not None and target.resolve() != drafter.target.resolve()
     target = target or drafter.target
     damage = find_damage(target) if (target / "manifest.json").is_file() else None
     if not target.is_dir() or damage is not None:
         why = damage or "there is no such folder"
         raise ValueError(f"the model that it drafts for, {target}, cannot be read: {why}; give one with --target")
     model = load_model(str(target), dtype=torch.float32, device=torch.device("cpu"))
-    check_fit(drafter, model.config)
+    check_fit(drafter, model.config, "--target names another model: give the one it was taught by")
     head = model.get_output_embeddings()
     assert isinstance(head, torch.nn.Linear)
     export_drafter(
@@ -113,8 +112,8 @@ def export_from(source: Path, folder: Path, *, file_format: str | None, dtype: s
         f"wrote {folder}: a drafter for {target}",
         f"use it in vLLM: vllm serve {target} --speculative-config '{json.dumps(asked)}'",
     ]
-    if is_other and fingerprint(model) != drafter.state.target_digest:
-        lines.append(f"it was taught by other weights, those of {drafter.target}: fewer of its drafts will be right")
+    if fingerprint(model) != drafter.state.target_digest:
+        lines.append(f"it was taught by other weights than those in {target} now: fewer of its drafts will be right")
     if works_in_sglang(own_format, model.config):
         lines.append(
             f"or in SGLang: python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
@@ -123,14 +122,14 @@ def export_from(source: Path, folder: Path, *, file_format: str | None, dtype: s
     return lines
 
 
-def check_fit(drafter: SavedDrafter, target: PretrainedConfig) -> None:
-    """ValueError if it was made for a model of another shape."""
+def check_fit(drafter: SavedDrafter, target: PretrainedConfig, instead: str) -> None:
+    """ValueError if it was made for a model of another shape. `instead`: what to write, then."""
     with torch.device("meta"):
         wanted = {name: tensor.shape for name, tensor in build_draft(target, drafter.kind).state_dict().items()}
     given = {name: tensor.shape for name, tensor in drafter.state.weights.items()}
     if wanted != given:
         name = next(name for name in sorted(wanted.keys() | given.keys()) if wanted.get(name) != given.get(name))
         raise ValueError(
-            f"this drafter is for another model than {drafter.target.name}: its {name} is "
-            f"{tuple(given.get(name, ()))}, and {tuple(wanted.get(name, ()))} is needed"
+            f"this drafter, taught by {drafter.target}, is for a model of another shape: its {name} is "
+            f"{tuple(given.get(name, ()))}, and {tuple(wanted.get(name, ()))} is needed; {instead}"
         )

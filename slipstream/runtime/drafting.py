@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.config import Config
+from slipstream.draft.eagle import kind_of
 from slipstream.draft.history import HistoryDrafter, Past
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.online import DrafterTrainer
-from slipstream.draft.saved import DRAFTER_FILE, DrafterStateLost, load_drafter_state
+from slipstream.draft.saved import DRAFTER_FILE, DrafterState, DrafterStateLost, load_drafter_state, names_in
 from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES, Selector
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
@@ -109,6 +110,24 @@ def learns(config: Config) -> bool:
     return config.draft.source in ("drafter", "both")
 
 
+def unread_settings(config: Config) -> list[str]:
+    """About drafts: what is not as by default, and is read by nobody with this draft.source."""
+    is_read = {
+        "draft": config.draft.source != "off",
+        "draft.library_tokens": remembers(config),
+        "drafter": learns(config),
+        "history": remembers(config),
+    }
+    found = []
+    for section in ("draft", "drafter", "history"):
+        settings = getattr(config, section)
+        for name, default in type(settings)().model_dump().items():
+            path = f"{section}.{name}"
+            if getattr(settings, name) != default and not is_read.get(path, is_read[section]) and name != "source":
+                found.append(path)
+    return found
+
+
 def drafter_trainer_for(config: Config, policy: PreTrainedModel, lessons: Path, seed: int) -> DrafterTrainer:
     """`lessons`: a folder of its own. `seed`: of what it is shown."""
     return DrafterTrainer(
@@ -141,6 +160,11 @@ def draft_with(engine: Engine, weights: Iterable[tuple[str, Tensor]], *, is_taug
     drafter.guesser.write(weights)
     if is_taught:
         engine.policy.note_new_model()
+
+
+def draft_as(engine: Engine, state: DrafterState) -> None:
+    """From the engine's next step on, as one that was published."""
+    draft_with(engine, state.weights.items(), is_taught=state.num_updates > 0)
 
 
 class Publisher:
@@ -193,6 +217,19 @@ def restore_drafter(
     warnings.warn(f"{problem}; training goes on with {words}", stacklevel=2)
 
 
+def check_kind(config: Config, checkpoint: Path) -> None:
+    """Before anything is written: a run that goes on keeps the kind of its drafter. ValueError if it cannot."""
+    try:
+        kind = kind_of(names_in(checkpoint))
+    except DrafterStateLost:
+        return  # there is none, or nothing can be done about it: `restore_drafter` tells
+    if learns(config) and kind != config.drafter.kind:
+        raise ValueError(
+            f"the drafter of {checkpoint} is of the kind {kind}: write drafter.kind={kind}, or begin a new run, in "
+            "another run.dir, to teach one of another kind"
+        )
+
+
 def warm_drafter(config: Config, target: PretrainedConfig) -> SavedDrafter | None:
     """What a new run's drafter begins with, if the recipe says so; ValueError if it cannot."""
     source = config.drafter.warm_from
@@ -205,7 +242,7 @@ def warm_drafter(config: Config, target: PretrainedConfig) -> SavedDrafter | Non
     drafter = find_drafter(source)
     if drafter.kind != config.drafter.kind:
         raise ValueError(f"{source} holds a drafter of the kind {drafter.kind}: write drafter.kind={drafter.kind}")
-    check_fit(drafter, target)
+    check_fit(drafter, target, "leave out drafter.warm_from, or name a drafter of this recipe's model")
     return drafter
 
 

@@ -77,14 +77,18 @@ def fit_memory(config: Config, model: PreTrainedModel, most_bytes: int | None) -
     torch.cuda.empty_cache()  # of weights in the format they were loaded in
     taken, free = torch.cuda.memory_allocated(device), USABLE * torch.cuda.mem_get_info(device)[0]
     room = free if most_bytes is None else min(free, most_bytes - taken)
+    wanted = config.engine.max_sequences * -(-config.max_length // PAGE_TOKENS) * PAGE_TOKENS
+    room -= GRAPH_BYTES + WORKSPACE_BYTES + drafter_bytes(config, model)
+    kv_tokens = kv_tokens_in(room, kv_token_bytes(config, model), wanted, config.max_length)
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"kv_tokens": kv_tokens})})
+
+
+def kv_token_bytes(config: Config, model: PreTrainedModel) -> int:
+    """Keys and values of a token, in all layers, of which a drafter is one."""
     text = model.config.get_text_config()
     num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * num_heads * head_size * model.dtype.itemsize
-    wanted = config.engine.max_sequences * -(-config.max_length // PAGE_TOKENS) * PAGE_TOKENS
-    room -= GRAPH_BYTES + WORKSPACE_BYTES + drafter_bytes(config, model)
-    kv_tokens = kv_tokens_in(room, token_bytes, wanted, config.max_length)
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"kv_tokens": kv_tokens})})
+    return 2 * (text.num_hidden_layers + learns(config)) * num_heads * head_size * model.dtype.itemsize
 
 
 def drafter_bytes(config: Config, model: PreTrainedModel) -> float:

@@ -37,6 +37,7 @@ from slipstream.runtime.drafters import SavedDrafter
 from slipstream.runtime.drafting import (
     build_drafter_trainer,
     build_selector,
+    check_kind,
     check_warm_history,
     learns,
     open_history,
@@ -44,6 +45,7 @@ from slipstream.runtime.drafting import (
     remembers,
     restore_drafter,
     settle_source,
+    unread_settings,
     warm_drafter,
 )
 from slipstream.runtime.driver import drive
@@ -141,6 +143,8 @@ def _train_once(
         )
         check_warm_history(config)
         warm = warm_drafter(config, model.config) if checkpoint is None else None
+        if checkpoint is not None:
+            check_kind(config, checkpoint.path)
         runtime = stack.enter_context(open_runtime(config)) if config.mode != "colocated" else None
         kept = Kept()
         if checkpoint is not None and config.mode != "colocated":
@@ -235,6 +239,8 @@ class _Run:
         ]
         lines += [f"  {name}: {value}" for name, value in self.config.arithmetic().items()]
         self.console.start_run(lines)
+        if unread := unread_settings(self.config):
+            self.console.note(f"of no effect with draft.source={self.config.draft.source}: {', '.join(unread)}")
 
     def warm_up(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
         """False if it was interrupted; a checkpoint then holds how far it came."""

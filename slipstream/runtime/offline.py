@@ -109,7 +109,9 @@ def train_offline(
         source = folder if resume else begin_with
         saved = find_drafter(source) if source is not None else None
         if saved is not None:
-            check_fit(saved, model.config)
+            check_fit(
+                saved, model.config, f"leave out {'--resume' if resume else '--from'}, or name one of this run's model"
+            )
             if kind != saved.kind and any(one.startswith("drafter.kind=") for one in overrides):
                 raise ValueError(f"the drafter in {source} is of the kind {saved.kind}: leave out drafter.kind={kind}")
             kind = saved.kind

@@ -4,9 +4,9 @@
     python benchmarks/history_run.py --recipe quickstart.yaml --max-new-tokens 128 --out quickstart.json
     python benchmarks/history_run.py --sources off,history,drafter,both --keep runs/drafts --out draft_run.json
 
-The recipe's warm start comes first, on its own prompts; then, from the same weights, a run for each source of drafts
-over a few prompts of the same tasks that come up again in every epoch, trained so that the same rollouts give the same
-weights. Rollout seconds are those of the step's generation phase.
+The recipe's warm start comes first, on its own prompts, with responses as long as it has them; then, from the same
+weights, a run for each source of drafts over a few prompts of the same tasks that come up again in every epoch, trained
+so that the same rollouts give the same weights. Rollout seconds are those of the step's generation phase.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ def main() -> None:
     shared = [
         f"train.samples_per_prompt={arguments.samples}",
         f"train.prompts_per_step={arguments.prompts_per_step}",
-        f"sampling.max_new_tokens={arguments.max_new_tokens}",
         f"engine.max_sequences={arguments.prompts_per_step * arguments.samples}",
         "engine.kv_tokens=null",
         "run.save_every=1",
@@ -116,6 +115,7 @@ def main() -> None:
                 "warmup=null",
                 f"tasks.train={few_prompts(recipe, arguments.prompts)}",
                 *shared,
+                f"sampling.max_new_tokens={arguments.max_new_tokens}",
                 "run.save_every=1000",
                 f"train.steps={arguments.epochs * steps_an_epoch}",
                 f"draft.source={source}",

@@ -75,6 +75,31 @@ def odds_of(rollout: list[list[int]], dice: np.random.Generator) -> NDArray[np.f
     return np.array(result)
 
 
+class Sharing:
+    """Who gets how many drafts of a step, as in the engine."""
+
+    def __init__(self) -> None:
+        self._demand = Demand()
+
+    def drafts(
+        self,
+        way: Strategy,
+        left: NDArray[Any],
+        window: NDArray[Any],
+        hits: NDArray[Any],
+        tries: NDArray[Any],
+        behind: NDArray[Any],
+    ) -> NDArray[np.int32]:
+        drafted = np.zeros(len(left), np.int32)
+        if way.depth:
+            wanted = self._demand.room(way, len(left))
+            room = fitted(len(left), wanted)
+            found = np.minimum(way.depth, left - 1).astype(np.int32)
+            cpu_widths.share_out(False, found, window, hits, tries, behind.astype(np.int32), room, drafted)
+            self._demand.observe(StepDrafts(len(left), False, way, wanted), room, int(drafted.sum()))
+        return drafted
+
+
 class Run:
     """Rollouts one after another; the selector goes on."""
 
@@ -83,7 +108,7 @@ class Run:
         self._dice, self._num_rollouts = np.random.default_rng(seed), 0
         self._counts_behind, self._serves_behind = VARIANTS[variant] if variant else (False, False)
         self._selector = Selector(CHAINS, has_price=True, has_model=False) if variant else None
-        self._demand = Demand()
+        self._sharing = Sharing()
 
     def rollout(self, recorded: list[list[int]], *, has_model: bool) -> float:
         """Seconds until the last one has ended."""
@@ -105,7 +130,7 @@ class Run:
             if num_steps % BEHIND_STEPS == 0:
                 behind[here] = are_behind(may_have[here])
             record = tuple(line[here] for line in (window, hits, tries))
-            drafted = self._drafts(way, left[here], *record, behind[here] * self._serves_behind)
+            drafted = self._sharing.drafts(way, left[here], *record, behind[here] * self._serves_behind)
             right = (self._dice.random((len(here), max(1, way.depth))) < odds[here, None]).cumprod(1).sum(1)
             right = np.minimum(right, drafted)
             if way.depth:
@@ -126,24 +151,6 @@ class Run:
                 while len(unread) > STEPS_AHEAD:
                     self._selector.observe(unread.popleft())
         return seconds
-
-    def _drafts(
-        self,
-        way: Strategy,
-        left: NDArray[Any],
-        window: NDArray[Any],
-        hits: NDArray[Any],
-        tries: NDArray[Any],
-        behind: NDArray[Any],
-    ) -> NDArray[np.int32]:
-        drafted = np.zeros(len(left), np.int32)
-        if way.depth:
-            wanted = self._demand.room(way, len(left))
-            room = fitted(len(left), wanted)
-            found = np.minimum(way.depth, left - 1).astype(np.int32)
-            cpu_widths.share_out(False, found, window, hits, tries, behind.astype(np.int32), room, drafted)
-            self._demand.observe(StepDrafts(len(left), False, way, wanted), room, int(drafted.sum()))
-        return drafted
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,15 @@ from slipstream.draft.export import FORMATS, exported_config
 from slipstream.draft.judge import num_steps, right_drafts
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.online import DrafterTrainer
-from slipstream.draft.saved import DRAFTER_FILE, WEIGHTS, DrafterState
+from slipstream.draft.saved import DRAFTER_FILE, WEIGHTS, DrafterState, save_drafter_state
 from slipstream.engine.engine import Engine
-from slipstream.engine.strategy import Always, Strategy
+from slipstream.engine.strategy import Always, Feeding, Strategy
 from slipstream.models.attention import ATTENTION_NAME
 from slipstream.models.loading import load_tokenizer
 from slipstream.models.packed import document_hidden
+from slipstream.runtime import drafting
 from slipstream.runtime.drafters import find_drafter, save_drafter
-from slipstream.runtime.drafting import check_kind
+from slipstream.runtime.drafting import check_kind, draft_with
 from slipstream.runtime.local import run_training
 from slipstream.runtime.offline import recorded_samples
 from slipstream.train.checkpoint import save_checkpoint
@@ -278,18 +280,45 @@ def test_a_drafter_that_does_not_fit_is_noticed_before_anything_is_written(
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_resumed_run_keeps_its_kind(runs: Path) -> None:
+def test_a_resumed_run_keeps_its_kind(runs: Path, tmp_path: Path) -> None:
     """Or is told so before anything is written, and its drafter stays."""
     folder = runs / "eagle3"
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = files()
     config = load_config(folder / "config.yaml", ["drafter.kind=eagle1", "train.steps=3"])
     with pytest.raises(ValueError, match=r"of the kind eagle3: write drafter\.kind=eagle3, or begin a new run"):
         run_training(config, resume=True, quiet=True)
-    assert before == {path: path.read_bytes() for path in before}
-    shutil.copytree(folder / "checkpoints" / "step_2", runs / "damaged_drafter", dirs_exist_ok=True)
-    (runs / "damaged_drafter" / DRAFTER_FILE).write_bytes(b"broken")
-    for lost in (runs / "damaged_drafter", runs / "without"):
-        check_kind(config, lost)  # a warning tells later, and the run goes on
+    assert files() == before
+    lost = shutil.copytree(folder, tmp_path / "lost") / "checkpoints"
+    (lost / "step_2" / DRAFTER_FILE).write_bytes(b"broken")
+    with pytest.raises(ValueError, match=r"step_0 is of the kind eagle3"):
+        check_kind(config, lost / "step_2")
+    save_drafter_state(lost / "step_0", DrafterState(0, 0, "", {}))
+    check_kind(config, lost / "step_2")  # a warning tells later, and the run goes on
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_new_drafter_in_the_place_of_a_lost_one_is_not_asked_before_it_has_learned(
+    is_lost: bool, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    folder, told = shutil.copytree(runs / "eagle3", tmp_path / "run"), list[tuple[bool, Feeding]]()
+    for file in folder.rglob(DRAFTER_FILE):
+        if is_lost:
+            file.unlink()
+
+    def noting(engine: Engine, weights: Iterable[tuple[str, torch.Tensor]], *, is_taught: bool = True) -> None:
+        draft_with(engine, weights, is_taught=is_taught)
+        assert engine.policy is not None
+        told.append((is_taught, engine.policy.feed(8)))
+
+    monkeypatch.setattr(drafting, "draft_with", noting)
+    config = load_config(folder / "config.yaml", [f"run.dir={folder}", "train.steps=3"])
+    run_training(config, resume=True, quiet=True)
+    assert told[0] == ((False, Feeding.NOTHING) if is_lost else (True, Feeding.KEYS))
+    assert any("a new drafter" in str(one.message) for one in recwarn) == is_lost
 
 
 def test_weights_of_another_kind_are_refused(runs: Path) -> None:

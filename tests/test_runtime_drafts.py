@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from slipstream.config import build_config
 from slipstream.draft import online, versions
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import WEIGHTS, DrafterState, load_drafter_state
-from slipstream.draft.selector import MIXED_STRATEGIES, Choice, Selector
+from slipstream.draft.selector import ASKING, MIXED_STRATEGIES, Choice, Selector
 from slipstream.draft.shelves import HISTORY, OWN_TEXT, SIBLING
 from slipstream.engine.engine import PAGE_TOKENS
 from slipstream.engine.strategy import OFF, Always, DraftCounts, Feeding, Strategy
@@ -29,7 +30,14 @@ from slipstream.observe.store import RunStore
 from slipstream.runtime import tail as tail_module
 from slipstream.runtime.coats import drafter_worker
 from slipstream.runtime.drafter_messages import TakeDrafter
-from slipstream.runtime.drafting import build_selector, draft_metrics, draft_with, settle_source, unread_settings
+from slipstream.runtime.drafting import (
+    build_selector,
+    draft_metrics,
+    draft_with,
+    known_ways,
+    settle_source,
+    unread_settings,
+)
 from slipstream.runtime.engines import engine_around, kv_token_bytes
 from slipstream.runtime.folder import VERSIONS_FOLDER
 from slipstream.runtime.local import run_training
@@ -289,6 +297,15 @@ def test_rollout_workers_ask_a_drafter_only_once_it_has_learned(tmp_path: Path) 
         torch.equal(one, guesser.model.state_dict()[name]) for name, one in sharp("eagle3", 5).named_parameters()
     )
     worker.close()
+
+
+def test_a_checkpoint_says_of_its_own_drafter_alone_whether_it_is_asked() -> None:
+    known = Selector(MIXED_STRATEGIES).state_dict() | {"8 plain": {}}
+    own, new = SimpleNamespace(num_updates=3), SimpleNamespace(num_updates=0)
+    for learner, is_said in ((own, True), (new, False), (None, False)):
+        expected = known if is_said else {"8 plain": {}}
+        assert known_ways({"drafting": known}, learner) == expected  # type: ignore[arg-type]
+    assert known_ways({}, None) == {} and ASKING in known
 
 
 @pytest.mark.parametrize("source", ["off", "history", "drafter", "both"])

@@ -67,9 +67,12 @@ def names_in(checkpoint_folder: Path) -> list[str]:
     path = checkpoint_folder / DRAFTER_FILE
     try:
         with safe_open(path, framework="pt") as file:
-            return [name.removeprefix(WEIGHTS) for name in file.keys() if name.startswith(WEIGHTS)]  # noqa: SIM118
+            names = [name.removeprefix(WEIGHTS) for name in file.keys() if name.startswith(WEIGHTS)]  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise DrafterStateLost(f"{path} cannot be read ({error})") from error
+    if not names:
+        raise DrafterStateLost(f"{path} holds no weights")
+    return names
 
 
 def save_drafter_state(checkpoint_folder: Path, state: DrafterState) -> None:

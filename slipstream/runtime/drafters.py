@@ -96,7 +96,7 @@ def export_from(source: Path, folder: Path, *, file_format: str | None, dtype: s
         why = damage or "there is no such folder"
         raise ValueError(f"the model that it drafts for, {target}, cannot be read: {why}; give one with --target")
     model = load_model(str(target), dtype=torch.float32, device=torch.device("cpu"))
-    check_fit(drafter, model.config, "--target names another model: give the one it was taught by")
+    check_fit(drafter, model.config, "give the model it was taught by with --target")
     head = model.get_output_embeddings()
     assert isinstance(head, torch.nn.Linear)
     export_drafter(

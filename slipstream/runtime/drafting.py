@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from slipstream.draft.history import HistoryDrafter, Past
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import DRAFTER_FILE, DrafterState, DrafterStateLost, load_drafter_state, names_in
-from slipstream.draft.selector import DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES, Selector
+from slipstream.draft.selector import ASKING, DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES, Selector
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
 from slipstream.engine.engine import Engine
@@ -77,6 +78,15 @@ def build_selector(config: Config, device: torch.device) -> Selector:
     # With twice as many drafts as a sequence may have, a chain is the one before it once more.
     ways = [way for way in ways if way.branches > 1 or way.drafts_each < 2 * most]
     return Selector(ways, has_price=device.type == "cuda", has_model=config.drafter.warm_from is not None)
+
+
+def known_ways(run_state: Mapping[str, Any], learner: DrafterTrainer | None) -> dict[str, object]:
+    """What a checkpoint knows of ways to draft, for a selector. Whether a drafter was left alone says nothing of one
+    that has yet to learn: a new one in the place of one that was lost, or that an earlier part of the run had."""
+    known = dict(run_state.get("drafting", {}))  # older checkpoints have none
+    if learner is None or learner.num_updates == 0:
+        known.pop(ASKING, None)
+    return known
 
 
 def draft_choices(selector: Selector) -> tuple[DraftChosen, ...]:
@@ -219,15 +229,19 @@ def restore_drafter(
 
 def check_kind(config: Config, checkpoint: Path) -> None:
     """Before anything is written: a run that goes on keeps the kind of its drafter. ValueError if it cannot."""
-    try:
-        kind = kind_of(names_in(checkpoint))
-    except DrafterStateLost:
-        return  # there is none, or nothing can be done about it: `restore_drafter` tells
-    if learns(config) and kind != config.drafter.kind:
-        raise ValueError(
-            f"the drafter of {checkpoint} is of the kind {kind}: write drafter.kind={kind}, or begin a new run, in "
-            "another run.dir, to teach one of another kind"
-        )
+    if not learns(config):
+        return
+    for folder in (checkpoint, *earlier_checkpoints(checkpoint)):
+        try:
+            kind = kind_of(names_in(folder))
+        except DrafterStateLost:
+            continue  # `restore_drafter` tells
+        if kind != config.drafter.kind:
+            raise ValueError(
+                f"the drafter of {folder} is of the kind {kind}: write drafter.kind={kind}, or begin a new run, in "
+                "another run.dir, to teach one of another kind"
+            )
+        return
 
 
 def warm_drafter(config: Config, target: PretrainedConfig) -> SavedDrafter | None:

@@ -39,6 +39,7 @@ from slipstream.runtime.drafting import (
     build_selector,
     check_kind,
     check_warm_history,
+    known_ways,
     learns,
     open_history,
     past_texts,
@@ -216,6 +217,8 @@ class _Run:
         self.selector = build_selector(config, choose_device(config.device))
         self.learner: DrafterTrainer | None = None
         self.drafter_saver = DrafterSaver()
+        self.drafting: dict[str, object] = {}
+        """What the checkpoint knows of ways to draft."""
         self.row: dict[str, float] = {}
         self.under_way: UnderWay = ()
 
@@ -228,7 +231,6 @@ class _Run:
             self.step, self.warmup_done = checkpoint.step, state["warmup_done"]
             self.position, self.concluded, self.row = state["position"], state["concluded"], state["row"]
             self.under_way = tuple((rounds, tuple(positions)) for rounds, positions in state.get("under_way", ()))
-            self.selector.load_state_dict(state.get("drafting", {}))  # older checkpoints have none
         recorded = self.step if self.concluded else self.step - 1
         self.store.forget_after(self.step, recorded)
         self.log.resume_after(recorded)
@@ -239,8 +241,8 @@ class _Run:
         ]
         lines += [f"  {name}: {value}" for name, value in self.config.arithmetic().items()]
         self.console.start_run(lines)
-        if unread := unread_settings(self.config):
-            self.console.note(f"of no effect with draft.source={self.config.draft.source}: {', '.join(unread)}")
+        if unread := ", ".join(unread_settings(self.config)):
+            self.console.note(f"of no effect, since draft.source is {self.config.draft.source} here: {unread}")
 
     def warm_up(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
         """False if it was interrupted; a checkpoint then holds how far it came."""
@@ -286,15 +288,18 @@ class _Run:
         return folder
 
     def prepare_drafter(self, checkpoint: Checkpoint | None, warm: SavedDrafter | None) -> None:
-        """One that learns goes on from the checkpoint; a new run may take another's weights."""
-        if not learns(self.config):
-            return
-        self.learner = build_drafter_trainer(self.config, self.trainer)
+        """One that learns goes on from the checkpoint; a new run may take another's weights. And what is known of ways
+        to draft."""
+        if learns(self.config):
+            self.learner = build_drafter_trainer(self.config, self.trainer)
+            if checkpoint is not None:
+                begin_with = partial(warm_drafter, self.config, self.model.config)
+                restore_drafter(self.learner, checkpoint.path, fingerprint(self.model), begin_with)
+            elif warm is not None:
+                self.learner.model.load_state_dict(warm.state.weights)
         if checkpoint is not None:
-            begin_with = partial(warm_drafter, self.config, self.model.config)
-            restore_drafter(self.learner, checkpoint.path, fingerprint(self.model), begin_with)
-        elif warm is not None:
-            self.learner.model.load_state_dict(warm.state.weights)
+            self.drafting = known_ways(checkpoint.run_state, self.learner)
+            self.selector.load_state_dict(self.drafting)
 
     def close(self) -> None:
         self.drafter_saver.close()
@@ -384,7 +389,7 @@ class _Run:
             console=self.console,
             kept_state={"warmup_done": self.warmup_done},
             kept=kept,
-            drafting={} if checkpoint is None else checkpoint.run_state.get("drafting", {}),
+            drafting=self.drafting,
             drafter_updates=drafter_updates,
         )
 

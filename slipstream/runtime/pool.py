@@ -162,7 +162,7 @@ class Pool:
         self._spent, self._num_sampled, self._drafts = Spent(), 0, DraftCounts()
         self._paces: Paces = ()
         self.drafting = dict(drafting)
-        """What is known of ways to draft, by size of batch: what was last heard of each."""
+        """What is known of ways to draft, by size of batch, and of asking a model: what was last heard of each."""
         self.resize(num_workers)
 
     @property

@@ -29,7 +29,7 @@ from slipstream.draft.selector import Selector
 from slipstream.engine.strategy import OFF, Always, DraftPolicy, Feeding, StepResult
 
 LEARNING, TIMED = 5000, 5000
-"""Steps of a selector; of a way that never changes the first are left out."""
+"""Steps of each: a selector learns in the first, and what never changes has the same texts in the others."""
 LAST = 4
 """Rollouts whose sequences are drafted for: those of the drafter that has learned most."""
 SIZES = [1 << power for power in range(10)]
@@ -52,15 +52,13 @@ class Queue:
         return self._lengths[at], self._odds[at]
 
 
-def rate(
-    times: Times, queue: Queue, size: int, policy: DraftPolicy, has_model: bool, learning: int, seed: int
-) -> float:
-    """Tokens a second after so many steps."""
+def rate(times: Times, queue: Queue, size: int, policy: DraftPolicy, has_model: bool, seed: int) -> float:
+    """Tokens a second once it has learned."""
     dice, sharing, unread = np.random.default_rng(seed), Sharing(), deque[StepResult]()
     left, odds = queue.take(size)
     window, hits, tries = np.full(size, widths.START_WIDTH), *np.zeros((2, size), np.float32)
     num_tokens = seconds = 0.0
-    for step in range(learning + TIMED):
+    for step in range(LEARNING + TIMED):
         way = policy.choose(size)
         feeding = Feeding.ALL if way.depth else policy.feed(size) if has_model else Feeding.NOTHING
         drafted = sharing.drafts(way, left, window, hits, tries, np.zeros(size, np.int32))
@@ -76,7 +74,7 @@ def rate(
         unread.append(StepResult(size, way, float(tokens.mean()), step_s, of_model=of_model, is_fed=is_fed))
         while len(unread) > STEPS_AHEAD:
             policy.observe(unread.popleft())
-        if step >= learning:
+        if step >= LEARNING:
             num_tokens, seconds = num_tokens + tokens.sum(), seconds + step_s
         ended = np.flatnonzero(left <= 0)
         if ended.size:
@@ -93,9 +91,8 @@ def row_of(record: dict[str, Any], size: int, worth: float, num_seeds: int) -> d
         policies: dict[str, DraftPolicy] = {str(way): Always(way) for way in CHAINS if way != OFF}
         policies |= {"selector": Selector(CHAINS, has_price=True, preparing=math.inf), "off": Always(OFF)}
         for name, policy in policies.items():
-            learning = LEARNING if name == "selector" else STEPS_AHEAD
             queue = Queue(rollouts, seed, worth)
-            rates.setdefault(name, []).append(rate(times, queue, size, policy, name != "off", learning, seed))
+            rates.setdefault(name, []).append(rate(times, queue, size, policy, name != "off", seed))
     means = {name: statistics.fmean(of_one) for name, of_one in rates.items()}
     best = max(means.keys() - {"selector"}, key=lambda name: means[name])
 

@@ -47,9 +47,10 @@ class Asking:
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        is_of_another_version = state.keys() != vars(self).keys()
+        if state.keys() != vars(self).keys():
+            return  # of another version: it is learned anew
         # What was saved before there was a model says nothing of the one there is by now.
-        if not is_of_another_version and (state["_has_model"] or not self._has_model):
+        if state["_has_model"] or not self._has_model:
             vars(self).update(state)
 
     @property

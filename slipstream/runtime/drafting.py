@@ -81,8 +81,8 @@ def build_selector(config: Config, device: torch.device) -> Selector:
 
 
 def known_ways(run_state: Mapping[str, Any], learner: DrafterTrainer | None) -> dict[str, object]:
-    """What a checkpoint knows of ways to draft, for a selector. Whether a drafter was left alone says nothing of one
-    that has yet to learn: a new one in the place of one that was lost, or that an earlier part of the run had."""
+    """What a checkpoint knows of ways to draft, for a selector. Whether a model is asked it says of its own drafter
+    alone, not of a new one in the place of one that was lost, nor after a part of the run without any."""
     known = dict(run_state.get("drafting", {}))  # older checkpoints have none
     if learner is None or learner.num_updates == 0:
         known.pop(ASKING, None)
@@ -121,7 +121,7 @@ def learns(config: Config) -> bool:
 
 
 def unread_settings(config: Config) -> list[str]:
-    """About drafts: what is not as by default, and is read by nobody with this draft.source."""
+    """About drafts: what the recipe changes, and nobody reads with this draft.source."""
     is_read = {
         "draft": config.draft.source != "off",
         "draft.library_tokens": remembers(config),

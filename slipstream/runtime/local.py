@@ -288,8 +288,8 @@ class _Run:
         return folder
 
     def prepare_drafter(self, checkpoint: Checkpoint | None, warm: SavedDrafter | None) -> None:
-        """One that learns goes on from the checkpoint; a new run may take another's weights. And what is known of ways
-        to draft."""
+        """One that learns goes on from the checkpoint; a new run may take another's weights. So does what is known of
+        ways to draft."""
         if learns(self.config):
             self.learner = build_drafter_trainer(self.config, self.trainer)
             if checkpoint is not None:

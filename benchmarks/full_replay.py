@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rollout_replay import CHAINS, NOISE, STEPS_AHEAD, Sharing, Times, odds_of
 
 from slipstream.draft import widths
@@ -57,15 +56,11 @@ def rate(times: Times, queue: Queue, size: int, policy: DraftPolicy, has_model: 
     dice, sharing, unread = np.random.default_rng(seed), Sharing(), deque[StepResult]()
     left, odds = queue.take(size)
     window, hits, tries = np.full(size, widths.START_WIDTH), *np.zeros((2, size), np.float32)
-    num_tokens = seconds = 0.0
+    num_tokens, seconds, nobody = 0.0, 0.0, np.zeros(size, np.int32)
     for step in range(LEARNING + TIMED):
         way = policy.choose(size)
         feeding = Feeding.ALL if way.depth else policy.feed(size) if has_model else Feeding.NOTHING
-        drafted = sharing.drafts(way, left, window, hits, tries, np.zeros(size, np.int32))
-        right = (dice.random((size, max(1, way.depth))) < odds[:, None]).cumprod(1).sum(1)
-        right = np.minimum(right, drafted)
-        if way.depth:
-            widths.learn_widths(*map(torch.from_numpy, (drafted, right, window, hits, tries)), max_drafts=way.depth)
+        right = sharing.right(way, left, odds, (window, hits, tries), nobody, dice)
         tokens = np.minimum(right + 1, left)
         left = left - tokens
         step_s = times.of(size, way, feeding) * math.exp(dice.normal(0, NOISE)) / 1e3

@@ -18,6 +18,7 @@ import json
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,29 @@ def odds_of(rollout: list[list[int]], dice: np.random.Generator) -> NDArray[np.f
 
 
 class Sharing:
-    """Who gets how many drafts of a step, as in the engine."""
+    """Who gets how many drafts of a step, as in the engine, and what comes of them."""
 
     def __init__(self) -> None:
         self._demand = Demand()
 
-    def drafts(
+    def right(
+        self,
+        way: Strategy,
+        left: NDArray[Any],
+        odds: NDArray[Any],
+        record: Sequence[NDArray[Any]],
+        behind: NDArray[Any],
+        dice: np.random.Generator,
+    ) -> NDArray[Any]:
+        """Drafts of each sequence that are right. `record`: its window, hits and tries, which learn from it."""
+        drafted = self._share_out(way, left, *record, behind)
+        right = (dice.random((len(left), max(1, way.depth))) < odds[:, None]).cumprod(1).sum(1)
+        right = np.minimum(right, drafted)
+        if way.depth:
+            widths.learn_widths(*map(torch.from_numpy, (drafted, right, *record)), max_drafts=way.depth)
+        return right
+
+    def _share_out(
         self,
         way: Strategy,
         left: NDArray[Any],
@@ -130,12 +148,9 @@ class Run:
             if num_steps % BEHIND_STEPS == 0:
                 behind[here] = are_behind(may_have[here])
             record = tuple(line[here] for line in (window, hits, tries))
-            drafted = self._sharing.drafts(way, left[here], *record, behind[here] * self._serves_behind)
-            right = (self._dice.random((len(here), max(1, way.depth))) < odds[here, None]).cumprod(1).sum(1)
-            right = np.minimum(right, drafted)
-            if way.depth:
-                widths.learn_widths(*map(torch.from_numpy, (drafted, right, *record)), max_drafts=way.depth)
-                window[here], hits[here], tries[here] = record
+            served = behind[here] * self._serves_behind
+            right = self._sharing.right(way, left[here], odds[here], record, served, self._dice)
+            window[here], hits[here], tries[here] = record
             tokens = np.minimum(right + 1, left[here])
             left[here] -= tokens
             may_have[here] -= tokens

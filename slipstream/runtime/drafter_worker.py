@@ -38,11 +38,11 @@ class DrafterWorker:
         self,
         member: Member,
         reader: Reader,
-        draft_with: Callable[[DrafterState], None],
+        draft_as: Callable[[DrafterState], None],
         say: Callable[[FromMember], None],
     ) -> None:
-        """`draft_with`: gives the engine a version, from its next step on; at once the newest."""
-        self._member, self._reader, self._draft_with, self._say = member, reader, draft_with, say
+        """`draft_as`: gives the engine a version, from its next step on; at once the newest."""
+        self._member, self._reader, self._draft_as, self._say = member, reader, draft_as, say
         self._task: Iterator[None] | None = None
         self._round: int | None = None
         self.version = self._take_newest()
@@ -112,7 +112,7 @@ class DrafterWorker:
 
     def _take_newest(self) -> int:
         state = self._member.newest()
-        self._draft_with(state)
+        self._draft_as(state)
         return state.step
 
     def _end_task(self) -> None:

@@ -120,6 +120,28 @@ def test_a_sequence_that_had_ended_when_its_step_ran_is_not_counted(steps_ahead:
     assert max(step.batch for step in policy.steps) == NUM_SLOTS
 
 
+class OffAlone(Told):
+    """Drafts with two sequences, not with one."""
+
+    def choose(self, batch: int, is_matching: bool = False) -> Strategy:
+        return self.strategy if batch == 2 else OFF
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 2])
+def test_who_takes_a_slot_counts_for_the_way_of_its_first_step(steps_ahead: int) -> None:
+    """Else two are judged by what is best for one whenever another has ended."""
+    policy = OffAlone(Strategy(4.0, 1))
+    sampling = SamplingParams(max_new_tokens=12)
+    requests = [Request(f"r{number}", "r", (3, 5, 6), number, sampling) for number in range(8)]
+    settings = {"max_sequences": 2, "max_length": MAX_LENGTH, "steps_ahead": steps_ahead}
+    engine = Engine(tiny(), drafter=drafter_with([]), policy=policy, **settings)
+    engine.submit(requests)
+    while engine.has_work:
+        engine.step()
+    of_two = [step for step in policy.steps if step.batch == 2]
+    assert len(of_two) > 12 and {step.strategy for step in of_two} == {policy.strategy}
+
+
 @pytest.mark.parametrize("others_follow", [False, True])
 def test_a_policy_and_the_device_are_told_who_is_behind(others_follow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven sequences repeat a known text, the eighth does not: they wait for it, unless others take their slots."""

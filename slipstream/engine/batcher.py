@@ -22,6 +22,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
@@ -34,6 +35,17 @@ from slipstream.types import Request, Rollout
 
 BEHIND_STEPS = 16
 """Steps after which it is looked again who is behind."""
+
+
+@dataclass(slots=True)
+class Seating:
+    """Who took slots, and what that asks of the device."""
+
+    seats: list[Seat] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Of pages, from and to."""
+    entries: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of page tables: slot, index, page."""
 
 
 class Batcher:
@@ -78,6 +90,8 @@ class Batcher:
         self._groups: deque[Group] = deque()
         self._live: set[str] = set()
         self._free_slots = list(range(num_slots))
+        self._seating: Seating | None = None
+        """Of those who took slots since the last plan, which knows nothing of them."""
         self._seat_numbers = count()
         self._vacated: list[int] = []
 
@@ -178,14 +192,17 @@ class Batcher:
             self.pool.give_back(group.pages)
             group.pages, group.leader = [], None
 
+    def seat(self) -> None:
+        """Who fits takes a slot: so it is known how many the next plan is for."""
+        self._seating = self._seating or self._seat_waiting()
+
     def plan(self, max_drafts: int = 0, drafts_each: int = 0) -> StepPlan:
         """Seat who fits; then sequences that decode, oldest served first; then prompts, while tokens are left.
 
         Sequences that decode may run up to `drafts_each` drafts, `max_drafts` of all together.
         """
-        copies: list[tuple[int, int]] = []
-        entries: list[tuple[int, int, int]] = []
-        seats = self._seat_waiting(copies, entries)
+        seating, self._seating = self._seating or self._seat_waiting(), None
+        copies, entries = seating.copies, seating.entries
         shares = self._table.share_out(self.max_step_tokens)
         num_due = shares.num_tokens
         max_drafts = min(self._fit_drafts(num_due, max_drafts) if max_drafts else 0, self.max_step_tokens - num_due)
@@ -196,7 +213,7 @@ class Batcher:
         return StepPlan(
             vacated=tuple(vacated),
             copies=tuple(copies),
-            seats=tuple(seat for seat in seats if seat.sequence.slot == seat.slot),
+            seats=tuple(seat for seat in seating.seats if seat.sequence.slot == seat.slot),
             pages=tuple(entries),
             allotments=allotments,
             behind=self._look_who_is_behind() if drafts_each else no_changes(),
@@ -283,10 +300,10 @@ class Batcher:
                 f"not {num_new}"
             )
 
-    def _seat_waiting(self, copies: list[tuple[int, int]], entries: list[tuple[int, int, int]]) -> list[Seat]:
-        seats: list[Seat] = []
+    def _seat_waiting(self) -> Seating:
+        seating = Seating()
         if not self._free_slots or not self._groups:
-            return seats
+            return seating
         # A page is left for everyone here who may need one, lest it be preempted at once.
         slots, paged, max_keys = self._table.in_turn, self._table["paged"], self._table["max_keys"]
         reserved = int((paged[slots] < max_keys[slots]).sum())
@@ -296,18 +313,18 @@ class Batcher:
                 if not (self.admits_fresh or group.members[0].token_ids):
                     break
                 if not self._has_room_for(group, reserved):
-                    return seats
+                    return seating
                 sequence = group.members.popleft()
-                num_shared = self._take_seat(group, sequence, copies)
-                entries += [(sequence.slot, index, page) for index, page in enumerate(sequence.pages)]
-                entries += self._grow(sequence, sequence.num_known)
+                num_shared = self._take_seat(group, sequence, seating.copies)
+                seating.entries += [(sequence.slot, index, page) for index, page in enumerate(sequence.pages)]
+                seating.entries += self._grow(sequence, sequence.num_known)
                 ids = (*sequence.request.prompt_ids, *sequence.token_ids)
-                seats.append(Seat(sequence.slot, sequence, ids, num_shared))
+                seating.seats.append(Seat(sequence.slot, sequence, ids, num_shared))
                 reserved += len(sequence.pages) * self.page_tokens < sequence.max_keys
                 if not group.pages and group.members and len(sequence.request.prompt_ids) > 1:
                     group.leader = sequence
             self._drop_if_empty(group)
-        return seats
+        return seating
 
     def _drop_if_empty(self, group: Group) -> None:
         if not group.members:

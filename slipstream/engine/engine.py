@@ -178,6 +178,7 @@ class Engine:
         if not self._paused and self._batcher.has_work:
             assert self._storage_bytes is None, "the engine's weights were put to sleep; apply_weights first"
             started, stalled_s = time.perf_counter(), self._stalled_s
+            self._batcher.seat()
             drafts = self._decide_drafts()
             plan = self._batcher.plan(drafts.room, self._state.max_drafts)
             try:

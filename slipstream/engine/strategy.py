@@ -151,7 +151,7 @@ class StepDrafts:
     """How a step drafts, decided before it was planned."""
 
     batch: int
-    """Sequences that were running."""
+    """Sequences that are seated."""
     is_matching: bool
     """Whether they were found to repeat known texts."""
     strategy: Strategy

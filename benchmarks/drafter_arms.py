@@ -7,10 +7,11 @@
 The run's prompts are sampled anew, with other seeds, by its last policy: the same tokens in every way, by construction
 and checked. First each way alone: tokens/s while the batch is full, all tokens over all seconds, against an engine
 without any drafter. Then in turns, round by round, so that no chance makes a winner: no drafter, the best of these
-ways, the selector among those that a run has, the selector with a drafter of random weights ("poisoned") and the
-selector of an engine that has no such drafter ("history"), whom the poison is measured by. Selectors have learned
-before that, on the same texts, for as long as some dozens of steps of a run would teach them, and until a walk makes
-no graph. What one costs against another is told by all tokens over all seconds, and by rounds, which differ.
+ways ("best": `--fixed` so many of them, and the selector is measured by the one that is best in turns), the selector
+among those that a run has, the selector with a drafter of random weights ("poisoned") and the selector of an engine
+that has no such drafter ("history"), whom the poison is measured by. Selectors have learned before that, on the same
+texts, for as long as some dozens of steps of a run would teach them, and until a walk makes no graph. What one costs
+against another is told by all tokens over all seconds, and by rounds, which differ.
 
     python benchmarks/drafter_arms.py runs/smollm2 --turns 'no drafter' poisoned history --rounds 20
 
@@ -68,6 +69,8 @@ LEARNING_STEPS, MOST_LEARNING_WALKS = 5000, 40
 it keeps; and no more walks than this."""
 ROUNDS = 5
 """In turns."""
+FIXED = 2
+"""Ways that take part in them, since who is best alone may have been lucky."""
 TURNS = ("no drafter", "best", "selector", "poisoned", "history")
 
 
@@ -243,7 +246,7 @@ class Bench:
 
 
 def compare(
-    bench: Bench, batch: int, ways: Sequence[Strategy], turns: Sequence[str], num_rounds: int
+    bench: Bench, batch: int, ways: Sequence[Strategy], turns: Sequence[str], num_fixed: int, num_rounds: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """How fast each way was, and its steps; and those that take turns."""
     plain, texts = bench.measure(batch, None, None)
@@ -255,15 +258,15 @@ def compare(
         gain = arm["rate"] / plain["rate"]
         arms[str(policy.strategy)] = arm | {"gain": gain, "same_tokens": got == texts}
         print(f"batch {batch}, {policy.strategy}: {gain:.2f}, {arm['tokens_a_step']:.2f} tokens a step", flush=True)
-    best = max(ways, key=lambda way: arms[str(way)]["gain"], default=None)
+    fixed = sorted(ways, key=lambda way: arms[str(way)]["gain"], reverse=True)[:num_fixed]
     steps = [{"way": astuple(policy.strategy), "steps": policy.steps} for policy in recorded]
-    in_turns = take_turns(bench, batch, best, texts, turns, num_rounds)
+    in_turns = take_turns(bench, batch, fixed, texts, turns, num_rounds)
     is_same = in_turns.pop("same_tokens") and all(arm["same_tokens"] for arm in arms.values())
     row = {
         "batch": batch,
         "off": plain,
         "arms": arms,
-        "best": str(best or ""),
+        "best": in_turns.pop("best"),
         "in_turns": in_turns,
         "same_tokens": is_same,
     }
@@ -273,7 +276,7 @@ def compare(
 def take_turns(
     bench: Bench,
     batch: int,
-    best: Strategy | None,
+    fixed: Sequence[Strategy],
     texts: dict[str, tuple[int, ...]],
     turns: Sequence[str],
     num_rounds: int,
@@ -285,11 +288,12 @@ def take_turns(
         "poisoned": AccountedSelector(strategies),
         "history": AccountedSelector([way for way in MIXED_STRATEGIES if not way.depth]),
     }
-    if best is not None:
-        accounts["best"] = AccountedAlways(best)
+    ways = {str(way): AccountedAlways(way) for way in fixed}
+    turns = [*ways, *(name for name in turns if name != "best")]
+    accounts |= ways
     accounts = {name: accounts[name] for name in turns if name != "no drafter"}
     selectors = {name: one for name, one in accounts.items() if isinstance(one, AccountedSelector)}
-    weights = {"best": bench.taught, "selector": bench.taught, "poisoned": bench.poisoned}
+    weights = {**dict.fromkeys((*ways, "selector"), bench.taught), "poisoned": bench.poisoned}
     engines = {}
     for name in turns:
         engines[name] = bench.engine(batch, accounts.get(name), weights.get(name))
@@ -309,8 +313,9 @@ def take_turns(
             tokens, seconds = result["full"]
             rounds[name].append(Round(tokens, seconds, making, dry[name].take_share()))
             is_same &= got == texts
+    best = max(ways, key=lambda name: _all_rate(rounds[name]), default="")
     pairs = {
-        "selector_share": ("selector", "best"),
+        "selector_share": ("selector", best),
         "selector_against_off": ("selector", "no drafter"),
         "poison_share": ("poisoned", "history"),
         "poisoned_against_off": ("poisoned", "no drafter"),
@@ -334,6 +339,7 @@ def take_turns(
     }
     print(f"  chosen {chosen}; tokens the same: {is_same}", flush=True)
     return {
+        "best": best,
         "rounds": {name: [astuple(one) for one in of_one] for name, of_one in rounds.items()},
         "shares": shares,
         "spent": {name: account.spent for name, account in accounts.items()},
@@ -407,6 +413,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", metavar="WAY", help="ways to try alone, by their names")
     parser.add_argument("--turns", nargs="+", choices=TURNS, help="who take turns; by default all that the source has")
+    parser.add_argument("--fixed", type=int, default=FIXED, help="how many of the best ways take turns")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of turns")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=Path, help="write the steps of every way here, gzipped")
@@ -425,6 +432,8 @@ def main() -> None:
     ways = [way for name, way in known.items() if arguments.only is None or name in arguments.only]
     if all(way.branches > 1 for way in ways) and max(map(int, arguments.batches.split(","))) > TREE_ROWS:
         parser.error(f"trees are for up to {TREE_ROWS} sequences: name another way as well, or smaller batches")
+    if arguments.fixed < 1:
+        parser.error('no way takes turns: at least 1 --fixed, or --turns without "best"')
     if arguments.rounds < 2:
         parser.error("one round says nothing about the next: at least 2 --rounds")
     bench = Bench(arguments.run, arguments.source, arguments.new_tokens, arguments.waves)
@@ -433,7 +442,7 @@ def main() -> None:
     record |= {"prompts": len(bench.prompts), "rows": []}
     steps = []
     for batch in map(int, arguments.batches.split(",")):
-        row, of_ways = compare(bench, batch, ways, turns, arguments.rounds)
+        row, of_ways = compare(bench, batch, ways, turns, arguments.fixed, arguments.rounds)
         record["rows"].append(row)
         steps.append(of_ways)
         if arguments.out:

@@ -82,6 +82,8 @@ class Bench:
         self.done: dict[str, Rollout] = {}
         self.computed = 0
         self.version = 0
+        self.is_seated = False
+        """Since the last plan: if all of those have left, the plan is empty."""
 
     def submit(self, requests: list[Request]) -> None:
         self.batcher.submit(requests)
@@ -100,8 +102,13 @@ class Bench:
         self.batcher.submit_partial(partial)
         self.alive[partial.request.uid] = partial.request
 
+    def seat(self) -> None:
+        self.batcher.seat()
+        self.is_seated = True
+
     def step(self) -> StepPlan:
-        plan = self.batcher.plan(*self.drafts)
+        plan, was_seated = self.batcher.plan(*self.drafts), self.is_seated
+        self.is_seated = False
         assert plan.num_drafts <= self.drafts[0]
         assert plan.num_tokens <= self.batcher.max_step_tokens
         self.check_books()
@@ -110,7 +117,7 @@ class Bench:
         if plan.num_tokens:
             self.unread.append((plan, self.run(plan), self.version))
         else:
-            assert self.unread or not self.batcher.has_work, "work is left, but the plan is empty"
+            assert self.unread or was_seated or not self.batcher.has_work, "work is left, but the plan is empty"
         while len(self.unread) > (self.lag if plan.num_tokens else 0):
             self.read()
         return plan

@@ -108,7 +108,6 @@ class Told(Always):
 
 @pytest.mark.parametrize("steps_ahead", [0, 2])
 def test_a_sequence_that_had_ended_when_its_step_ran_is_not_counted(steps_ahead: int) -> None:
-    """Nor one that had not begun when the step's strategy was chosen forgotten."""
     policy = Told(OFF)
     settings = {"max_sequences": NUM_SLOTS, "max_length": MAX_LENGTH, "steps_ahead": steps_ahead}
     engine = Engine(tiny(), drafter=drafter_with([]), policy=policy, **settings)

@@ -238,6 +238,10 @@ def test_steps_are_launched_ahead_only_where_pages_last(no_gpu: None) -> None:
     batcher = Batcher(PagePool(6), num_slots=4, max_step_tokens=64, max_length=48, page_tokens=16)
     for number in range(2):
         batcher.submit([Request(str(number), str(number), (5,) * 10, number, SamplingParams(max_new_tokens=30))])
+    batcher.seat()
+    taken = batcher.pool.take(3)
+    assert batcher.has_pages_for(7) and not batcher.has_pages_for(8), "of those too whose prompts are to be run"
+    batcher.pool.give_back(taken)
     batcher.plan()
     assert batcher.pool.num_free == 4 and batcher.has_pages_for(6) and batcher.has_pages_for(22)
     assert batcher.has_pages_for(1000), "no more than they may have: 40 tokens each"

@@ -97,6 +97,7 @@ def test_others_follow_who_wait_elsewhere_or_here_unless_only_what_runs_is_ended
 ACTS = st.one_of(
     SIZES.map(lambda size: ("submit", size)),
     st.just(("step", None)),
+    st.just(("seat", None)),
     st.integers(0, 99).map(lambda which: ("withdraw", which)),
     st.just(("bring back", None)),
     st.just(("forget prompts", None)),
@@ -127,6 +128,8 @@ def test_sequences_may_leave_and_come_back_at_any_time(budgets: Budgets, acts: l
             bench.batcher.send_back_unbegun()
         elif act == "restart":
             bench.batcher.restart_begun()
+        elif act == "seat":
+            bench.seat()
         elif act == "step":
             bench.step()
         bench.check_books()

@@ -245,7 +245,7 @@ class Selector:
         bucket = self._bucket(batch, is_matching)
         counted_tokens, seconds = self._counted_tokens(step, bucket), step.seconds
         if strategy not in bucket.ways:
-            return  # chosen for fewer sequences than were then seated
+            return  # chosen for more sequences than then ran
         bucket.ran_s += seconds
         self._asking.note_step(bucket.size, seconds, self._uses_model)
         if step.of_model is not None and not is_matching:

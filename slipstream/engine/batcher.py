@@ -22,30 +22,18 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
 
 from slipstream.engine.pages import PagePool
-from slipstream.engine.sequences import Group, Ints, PartialRollout, Report, Running, Seat, StepPlan, no_changes
+from slipstream.engine.sequences import Group, Ints, PartialRollout, Report, Running, Seating, StepPlan, no_changes
 from slipstream.engine.slots import MAX_STOP_TOKENS, Shares, SlotTable
 from slipstream.engine.stopping import StopTexts
 from slipstream.types import Request, Rollout
 
 BEHIND_STEPS = 16
 """Steps after which it is looked again who is behind."""
-
-
-@dataclass(slots=True)
-class Seating:
-    """Who took slots, and what that asks of the device."""
-
-    seats: list[Seat] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    """Of pages, from and to."""
-    entries: list[tuple[int, int, int]] = field(default_factory=list)
-    """Of page tables: slot, index, page."""
 
 
 class Batcher:
@@ -91,7 +79,7 @@ class Batcher:
         self._live: set[str] = set()
         self._free_slots = list(range(num_slots))
         self._seating: Seating | None = None
-        """Of those who took slots since the last plan, which knows nothing of them."""
+        """Of those whom `seat` has seated; the next plan tells of them."""
         self._seat_numbers = count()
         self._vacated: list[int] = []
 
@@ -193,11 +181,11 @@ class Batcher:
             group.pages, group.leader = [], None
 
     def seat(self) -> None:
-        """Who fits takes a slot: so it is known how many the next plan is for."""
+        """Who fits takes a slot, so that it is known how many the next plan is for; else the plan does that itself."""
         self._seating = self._seating or self._seat_waiting()
 
     def plan(self, max_drafts: int = 0, drafts_each: int = 0) -> StepPlan:
-        """Seat who fits; then sequences that decode, oldest served first; then prompts, while tokens are left.
+        """Sequences that decode, oldest served first; then prompts, while tokens are left.
 
         Sequences that decode may run up to `drafts_each` drafts, `max_drafts` of all together.
         """
@@ -239,7 +227,7 @@ class Batcher:
     def has_pages_for(self, num_tokens: int) -> bool:
         """Whether all who are here could have so many more without anybody giving up pages."""
         slots, table = self._table.in_turn, self._table
-        keys = np.minimum(table["launched"][slots] + table["hoped"][slots] + num_tokens, table["max_keys"][slots])
+        keys = np.minimum(table["known"][slots] - 1 + table["hoped"][slots] + num_tokens, table["max_keys"][slots])
         short = np.maximum(keys - table["paged"][slots], 0)
         return int((-(-short // self.page_tokens)).sum()) <= self.pool.num_free
 
@@ -318,8 +306,7 @@ class Batcher:
                 num_shared = self._take_seat(group, sequence, seating.copies)
                 seating.entries += [(sequence.slot, index, page) for index, page in enumerate(sequence.pages)]
                 seating.entries += self._grow(sequence, sequence.num_known)
-                ids = (*sequence.request.prompt_ids, *sequence.token_ids)
-                seating.seats.append(Seat(sequence.slot, sequence, ids, num_shared))
+                seating.add(sequence, num_shared)
                 reserved += len(sequence.pages) * self.page_tokens < sequence.max_keys
                 if not group.pages and group.members and len(sequence.request.prompt_ids) > 1:
                     group.leader = sequence

@@ -316,8 +316,7 @@ class Engine:
             self._batcher.admits_fresh = True
 
     def _decide_drafts(self) -> StepDrafts:
-        batch, is_matching = max(1, self._batcher.num_running), self._are_matching
-        policy = self.policy
+        policy, batch, is_matching = self.policy, max(1, self._batcher.num_running), self._are_matching
         chosen, best = (policy.choose(batch, is_matching), policy.best(batch, is_matching)) if policy else (OFF, OFF)
         num_tokens = self._ahead.enough * math.ceil(1 + best.drafts_each)
         self._ahead.begin_step(len(self._unread), partial(self._may_run_ahead, num_tokens))

@@ -1,6 +1,6 @@
 """The batcher's records: a sequence on its way, a group that shares a prompt, the plan of a step and its report. Pure.
 
-`Running` and `Group` belong to the batcher, which alone changes them; the others are facts for whoever asks.
+`Running`, `Group` and `Seating` belong to the batcher, which alone changes them; the others are facts for whoever asks.
 
 Axes: R sequences that sample with a plan.
 """
@@ -99,6 +99,21 @@ class Seat:
     sequence: Running
     token_ids: tuple[int, ...]
     num_computed: int
+
+
+@dataclass(slots=True)
+class Seating:
+    """Who took slots, and what the device has to do for that. Who has left meanwhile does no harm: what was to be
+    written for him, nobody else has before the plan that tells of it."""
+
+    seats: list[Seat] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    entries: list[tuple[int, int, int]] = field(default_factory=list)
+    """As in the plan: copies of pages, and what is new in page tables."""
+
+    def add(self, sequence: Running, num_computed: int) -> None:
+        ids = (*sequence.request.prompt_ids, *sequence.token_ids)
+        self.seats.append(Seat(sequence.slot, sequence, ids, num_computed))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

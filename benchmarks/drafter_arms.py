@@ -6,12 +6,13 @@
 
 The run's prompts are sampled anew, with other seeds, by its last policy: the same tokens in every way, by construction
 and checked. First each way alone: tokens/s while the batch is full, all tokens over all seconds, against an engine
-without any drafter. Then in turns, round by round, so that no chance makes a winner: no drafter, the best of these
-ways ("best": `--fixed` so many of them, and the selector is measured by the one that is best in turns), the selector
-among those that a run has, the selector with a drafter of random weights ("poisoned") and the selector of an engine
-that has no such drafter ("history"), whom the poison is measured by. Selectors have learned before that, on the same
-texts, for as long as some dozens of steps of a run would teach them, and until a walk makes no graph. What one costs
-against another is told by all tokens over all seconds, and by rounds, which differ.
+without any drafter. Then in turns, round by round, so that a machine does to each what it does to others: no drafter,
+the best of these ways ("best": as many as `--fixed` says, and the selector is compared with the one that is fastest in
+turns, which favours that one a little), the selector among those that a run has, the selector with a drafter of random
+weights ("poisoned") and the selector of an engine that has no such drafter ("history"), whom the poison is measured by.
+Selectors have learned before that, on the same texts, for as long as some dozens of steps of a run would teach them,
+and until a walk makes no graph. What one costs against another is told by all tokens over all seconds, and by rounds,
+which differ; the texts are the same in each, so errors say nothing of others.
 
     python benchmarks/drafter_arms.py runs/smollm2 --turns 'no drafter' poisoned history --rounds 20
 
@@ -67,10 +68,8 @@ SAMPLES, MAX_DRAFTS, TIMED_WALKS = 8, 32, 4
 LEARNING_STEPS, MOST_LEARNING_WALKS = 5000, 40
 """That a selector has before it is timed: what one has of a size of batch within some dozens of steps of a run, which
 it keeps; and no more walks than this."""
-ROUNDS = 5
-"""In turns."""
 FIXED = 2
-"""Ways that take part in them, since who is best alone may have been lucky."""
+"""Ways that take turns, since who is best alone may have been lucky."""
 TURNS = ("no drafter", "best", "selector", "poisoned", "history")
 
 
@@ -246,7 +245,7 @@ class Bench:
 
 
 def compare(
-    bench: Bench, batch: int, ways: Sequence[Strategy], turns: Sequence[str], num_fixed: int, num_rounds: int
+    bench: Bench, batch: int, ways: Sequence[Strategy], turns: Sequence[str], num_fixed: int, num_rounds: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """How fast each way was, and its steps; and those that take turns."""
     plain, texts = bench.measure(batch, None, None)
@@ -279,7 +278,7 @@ def take_turns(
     fixed: Sequence[Strategy],
     texts: dict[str, tuple[int, ...]],
     turns: Sequence[str],
-    num_rounds: int,
+    num_rounds: int | None,
 ) -> dict[str, Any]:
     """What must hold, each against another in the same rounds."""
     strategies = STRATEGIES[bench.source]
@@ -290,6 +289,7 @@ def take_turns(
     }
     ways = {str(way): AccountedAlways(way) for way in fixed}
     turns = [*ways, *(name for name in turns if name != "best")]
+    num_rounds = num_rounds or max(2, len(turns))
     accounts |= ways
     accounts = {name: accounts[name] for name in turns if name != "no drafter"}
     selectors = {name: one for name, one in accounts.items() if isinstance(one, AccountedSelector)}
@@ -413,8 +413,10 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", metavar="WAY", help="ways to try alone, by their names")
     parser.add_argument("--turns", nargs="+", choices=TURNS, help="who take turns; by default all that the source has")
-    parser.add_argument("--fixed", type=int, default=FIXED, help="how many of the best ways take turns")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of turns")
+    parser.add_argument("--fixed", type=int, help=f"how many of the best ways take turns, if not {FIXED}")
+    parser.add_argument(
+        "--rounds", type=int, help="of turns; by default as many as take them, so that each is once the first"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=Path, help="write the steps of every way here, gzipped")
     arguments = parser.parse_args()
@@ -432,9 +434,9 @@ def main() -> None:
     ways = [way for name, way in known.items() if arguments.only is None or name in arguments.only]
     if all(way.branches > 1 for way in ways) and max(map(int, arguments.batches.split(","))) > TREE_ROWS:
         parser.error(f"trees are for up to {TREE_ROWS} sequences: name another way as well, or smaller batches")
-    if arguments.fixed < 1:
-        parser.error('no way takes turns: at least 1 --fixed, or --turns without "best"')
-    if arguments.rounds < 2:
+    if arguments.fixed is not None and (arguments.fixed < 1 or "best" not in turns):
+        parser.error('--fixed says how many ways take turns as the best: at least 1, and with "best" in --turns')
+    if arguments.rounds is not None and arguments.rounds < 2:
         parser.error("one round says nothing about the next: at least 2 --rounds")
     bench = Bench(arguments.run, arguments.source, arguments.new_tokens, arguments.waves)
     record = describe_machine(bench.model.device, bench.dtype)
@@ -442,7 +444,7 @@ def main() -> None:
     record |= {"prompts": len(bench.prompts), "rows": []}
     steps = []
     for batch in map(int, arguments.batches.split(",")):
-        row, of_ways = compare(bench, batch, ways, turns, arguments.fixed, arguments.rounds)
+        row, of_ways = compare(bench, batch, ways, turns, arguments.fixed or FIXED, arguments.rounds)
         record["rows"].append(row)
         steps.append(of_ways)
         if arguments.out:

@@ -441,7 +441,8 @@ def main() -> None:
     bench = Bench(arguments.run, arguments.source, arguments.new_tokens, arguments.waves)
     record = describe_machine(bench.model.device, bench.dtype)
     record |= {"what": "benchmarks/drafter_arms.py", "source": bench.source, "kind": bench.kind}
-    record |= {"prompts": len(bench.prompts), "rows": []}
+    record |= {"prompts": len(bench.prompts), "new_tokens": bench.new_tokens, "waves": bench.waves, "turns": turns}
+    record |= {"only": arguments.only, "fixed": arguments.fixed or FIXED, "rows": []}
     steps = []
     for batch in map(int, arguments.batches.split(",")):
         row, of_ways = compare(bench, batch, ways, turns, arguments.fixed or FIXED, arguments.rounds)

@@ -1,6 +1,7 @@
 """A picture of what each way of drafting gives at each size of batch, and what the selector makes of it.
 
-    python benchmarks/plot_ways.py benchmarks/results/drafter_arms-{small,large}_sizes-h200.json --out ways.html
+    python benchmarks/plot_ways.py benchmarks/results/drafter_arms-{eight_tokens,small_sizes,large_sizes}-h200.json \\
+        --out ways.html    # docs/ways.png
 
 Reads results of `drafter_arms.py`. Every way is drawn as it was when it ran alone, the selector as it was in turns,
 with the standard error that rounds show; a size of batch that several files have is drawn from the last of them.
@@ -28,7 +29,8 @@ def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
     by_batch = {}
     for file in files:
         for row in json.loads(file.read_text())["rows"]:
-            if "selector_against_off" in row.get("in_turns", {}).get("shares", {}):
+            share = row.get("in_turns", {}).get("shares", {}).get("selector_against_off", {})
+            if "all_error" in share:  # older results have medians of rounds
                 by_batch[row["batch"]] = row
     return [by_batch[batch] for batch in sorted(by_batch)]
 

@@ -83,7 +83,7 @@ class Bench:
         self.computed = 0
         self.version = 0
         self.is_seated = False
-        """Since the last plan: if all of those have left, the plan is empty."""
+        """Since the last plan: if all have left who then had a slot, the plan is empty."""
 
     def submit(self, requests: list[Request]) -> None:
         self.batcher.submit(requests)
@@ -107,8 +107,9 @@ class Bench:
         self.is_seated = True
 
     def step(self) -> StepPlan:
-        plan, was_seated = self.batcher.plan(*self.drafts), self.is_seated
+        may_be_empty = self.is_seated and not self.batcher.num_running
         self.is_seated = False
+        plan = self.batcher.plan(*self.drafts)
         assert plan.num_drafts <= self.drafts[0]
         assert plan.num_tokens <= self.batcher.max_step_tokens
         self.check_books()
@@ -117,7 +118,7 @@ class Bench:
         if plan.num_tokens:
             self.unread.append((plan, self.run(plan), self.version))
         else:
-            assert self.unread or was_seated or not self.batcher.has_work, "work is left, but the plan is empty"
+            assert self.unread or may_be_empty or not self.batcher.has_work, "work is left, but the plan is empty"
         while len(self.unread) > (self.lag if plan.num_tokens else 0):
             self.read()
         return plan

@@ -103,8 +103,11 @@ class Seat:
 
 @dataclass(slots=True)
 class Seating:
-    """Who took slots, and what the device has to do for that. Who has left meanwhile does no harm: what was to be
-    written for him, nobody else has before the plan that tells of it."""
+    """Who took slots, and what the device has to do for that.
+
+    Who leaves before the plan tells of it does no harm: nobody else takes his slot before, and whoever is given his
+    pages in the same plan writes into them after the copies are done.
+    """
 
     seats: list[Seat] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)

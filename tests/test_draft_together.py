@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Generator, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from slipstream.draft.reading import Reader
 from slipstream.draft.saved import DRAFTER_FILE, WEIGHTS, DrafterState, DrafterStateLost
 from slipstream.draft.together import Average, Member, Share
 from slipstream.engine.engine import Engine
+from slipstream.models.packed import document_hidden
 from slipstream.models.weights import cast_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -210,7 +212,7 @@ def test_an_engines_policy_reads_what_was_sampled_and_a_drafter_learns_from_it(
     cast_weights(policy, dtype)
     Engine(policy, max_sequences=4, max_length=96)  # which fuses it
     trainer = DrafterTrainer(policy, lr=3e-3, temperature=1.0, memory_bytes=10**9)
-    reader = Reader(trainer, policy)
+    reader = Reader(trainer, partial(document_hidden, policy))
     for rollout in sampled.values():
         reader.add(rollout)
     reader.new_policy()

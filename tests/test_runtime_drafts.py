@@ -138,6 +138,36 @@ def test_three_epochs_with_a_drafter_that_learns_are_three_epochs_without(
     assert last > first and not (folder / "history.db").exists()
 
 
+@pytest.mark.parametrize(("updates", "longest"), [(9, 12), (1, None)])
+def test_a_drafter_also_reads_what_teaches_the_policy_nothing(
+    updates: int, longest: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all samples of all groups fail alike, the trainer computes no text but one that stands in; the longest are
+    read, as many as updates can look at."""
+    monkeypatch.setattr(tail_module, "LESSON_TOKENS", 128)
+    shown: list[int] = []
+    collect = DrafterTrainer.collect
+
+    def look(self: DrafterTrainer, ids_T: torch.Tensor, lengths: list[int], responses: list[int], last: Any) -> None:
+        shown.extend(responses)
+        collect(self, ids_T, lengths, responses, last)
+
+    monkeypatch.setattr(DrafterTrainer, "collect", look)
+    all_alike = {"functions": [{"function": f"{Path(__file__).parent / 'data' / 'reward_functions.py'}:always_half"}]}
+    recipe = settings(tmp_path / "run", draft={"source": "drafter"}, drafter={"updates": updates}, reward=all_alike)
+    run_training(build_config(recipe | {"train": recipe["train"] | {"steps": 1}, "warmup": None}), quiet=True)
+    row = rows_of(tmp_path / "run")[-1]
+    with RunStore(tmp_path / "run", read_only=True) as store:
+        lengths = sorted((len(one.token_ids) for one in store.rollouts(kind="train")), reverse=True)
+    assert row["reward/std"] == 0.0 and len(lengths) == PER_STEP * SAMPLES
+    assert row["drafter/texts_read"] == len(shown[1:]) and shown[1:] == lengths[: len(shown) - 1]
+    if longest is None:
+        assert 0 < len(shown[1:]) < PER_STEP * SAMPLES
+    else:
+        assert len(shown[1:]) == longest
+    assert row["drafter/updates"] == updates
+
+
 def test_a_run_that_trains_in_the_tail_samples_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU such an update holds up the engine, so that it is not done there but for this test; and texts lie on the
     disk."""

@@ -4,6 +4,7 @@ rollouts are those of an engine without any drafter, and the drafter is there.""
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from slipstream.draft.saved import DrafterState
 from slipstream.draft.together import Member
 from slipstream.engine.engine import Engine
 from slipstream.engine.strategy import Always, Strategy
+from slipstream.models.packed import document_hidden
 from slipstream.observe.ledger import Ledger
 from slipstream.runtime.drafter_session import DrafterSession
 from slipstream.runtime.drafter_worker import DrafterWorker
@@ -69,7 +71,9 @@ class LearningLink(LocalLink):
         def draft_as(state: DrafterState) -> None:
             guesser.write(state.weights.items())
 
-        self.drafter = DrafterWorker(member, Reader(trainer, model), draft_as, self._outbox.append)
+        self.drafter = DrafterWorker(
+            member, Reader(trainer, partial(document_hidden, model)), draft_as, self._outbox.append
+        )
         self._outbox[:] = [Here(SLOTS, ((1, 0.01), (SLOTS, 0.02)), self.drafter.version)]
         self.worker = RolloutWorker(engine, shelf, PastTexts(), self._outbox.append, clock, self.drafter)
 

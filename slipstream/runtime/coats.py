@@ -19,6 +19,7 @@ from slipstream.draft.together import Member
 from slipstream.engine.engine import Engine
 from slipstream.engine.measure import speed_points
 from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.packed import document_hidden
 from slipstream.models.precision import resolve_precision, use_batch_invariant_products
 from slipstream.models.weights import cast_weights
 from slipstream.rng import derive_seed
@@ -94,7 +95,9 @@ def drafter_worker(config: Config, engine: Engine, name: str, say: Callable[[Fro
     trainer = drafter_trainer_for(config, engine.model, lessons, seed)
     digest = engine.facts().version.digest
     member = Member(trainer, config.run.dir / VERSIONS_FOLDER, name=name, target_digest=digest)
-    return DrafterWorker(member, Reader(trainer, engine.model), partial(draft_as, engine), say)
+    return DrafterWorker(
+        member, Reader(trainer, partial(document_hidden, engine.model)), partial(draft_as, engine), say
+    )
 
 
 def train_in_process(

@@ -9,10 +9,11 @@ starts no more, so that at most the one under way is finished.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from slipstream.draft.online import DrafterTrainer
+from slipstream.draft.online import LESSON_TOKENS, DrafterTrainer
+from slipstream.draft.reading import Reader
 from slipstream.draft.throttle import Throttle
 from slipstream.engine.engine import Engine
 from slipstream.runtime.drafting import Publisher
@@ -29,6 +30,7 @@ from slipstream.schedule.events import (
     StopTraining,
     TrainRound,
 )
+from slipstream.types import Rollout
 
 WORKER = "local"
 TAIL_SEQUENCES = 32
@@ -174,8 +176,16 @@ class TailTrainer:
 class Learning:
     """The drafter's training in the course of a step: in the tail of the rollout, and what is left of it afterwards."""
 
-    def __init__(self, trainer: DrafterTrainer, engine: Engine, updates: int, record: Callable[[Item], None]) -> None:
-        self._trainer, self._updates = trainer, updates
+    def __init__(
+        self,
+        trainer: DrafterTrainer,
+        reader: Reader,
+        engine: Engine,
+        updates: int,
+        record: Callable[[Item], None],
+    ) -> None:
+        """`reader`: of rollouts that the policy's training does not show the trainer."""
+        self._trainer, self._reader, self._updates = trainer, reader, updates
         self._publisher = Publisher(trainer, engine)
         self.tail = TailTrainer(trainer, self._publisher.publish, updates=updates, record=record)
         self._num_in_tail = 0
@@ -199,8 +209,19 @@ class Learning:
         """The policy's, which shows its hidden states."""
         self._trainer.begin_step()
 
-    def end_training(self) -> dict[str, float]:
+    def end_training(self, unseen: Iterable[Rollout]) -> dict[str, float]:
+        """`unseen`: rollouts of the step that taught the policy nothing, as where all of a group failed. A drafter is
+        to draft them too, so they are read, the longest first, up to what all updates together look at."""
+        num_read, room = 0, self._updates * LESSON_TOKENS
+        for rollout in sorted(unseen, key=lambda one: len(one.token_ids), reverse=True):
+            if room <= 0:
+                break
+            room -= len(rollout.request.prompt_ids) + len(rollout.token_ids)
+            self._reader.add(rollout)
+            num_read += 1
+        for _ in self._reader.read():
+            pass
         self._trainer.train(max(0, self._updates - self._num_in_tail))
         self._publisher.publish()
         self.tail.add_lessons(self._trainer.lessons.num_new)
-        return self._trainer.take_metrics()
+        return self._trainer.take_metrics() | {"drafter/texts_read": float(num_read)}

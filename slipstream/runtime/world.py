@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.config import Config
 from slipstream.draft.online import DrafterTrainer
+from slipstream.draft.reading import Reader
 from slipstream.draft.selector import Selector
 from slipstream.engine.engine import Engine
 from slipstream.engine.strategy import DraftCounts
@@ -94,7 +95,10 @@ class LocalWorld:
         self._config = config
         self._engine, self._trainer, self._desk = engine, trainer, desk
         self._selector, self._history = selector, history
-        self._learner = None if learner is None else Learning(learner, engine, config.drafter.updates, self._note)
+        self._learner = None
+        if learner is not None:
+            reader = Reader(learner, trainer.policy.hidden, tokens_at_once=config.train.micro_batch_tokens)
+            self._learner = Learning(learner, reader, engine, config.drafter.updates, self._note)
         self._ledger = Ledger()
         self._ledger.arrive(DEVICE, time.perf_counter())
         self._draft_s = 0.0
@@ -228,7 +232,9 @@ class LocalWorld:
             self._row |= self._trainer.step(samples, on_progress)
         if self._learner is not None:
             with self._timed("update_drafter"):
-                self._row |= self._learner.end_training()
+                taught = {sample.uid for sample in samples if self._trainer.policy.teaches(sample)}
+                rollouts = (result.rollout for group in groups for result in group.results)
+                self._row |= self._learner.end_training(one for one in rollouts if one.request.uid not in taught)
         return [StepTrained(action.step)]
 
     def _book_rollout(self, counts: DraftCounts) -> dict[str, float]:

@@ -188,9 +188,18 @@ class Policy:
                 model, hidden_TD[batch.positions_N], batch.targets_N, temperature, self._chunk_tokens
             )
 
-        # One autocast context for each forward: casts cached under no_grad would cut the gradient of a later forward.
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+        with self._autocast():
             return inside_forward(model, compute)
+
+    @torch.no_grad()
+    def hidden(self, ids_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Last hidden states [T, D] of documents packed one after another, as a gradient's forward computes them."""
+        with self._autocast():
+            return inside_forward(self.model, lambda: document_hidden(self.model, ids_T, lengths))
+
+    def _autocast(self) -> torch.autocast:
+        """One for each forward: casts cached under no_grad would cut the gradient of a later forward."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def _backward(self, loss: Tensor, logprobs_N: Tensor, batch: MicroBatch, where: Where) -> None:
         if not batch.counts:

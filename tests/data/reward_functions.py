@@ -30,6 +30,10 @@ def everything(
     return [float(len(p) + len(ids) + int(a)) for p, ids, a in zip(prompts, completion_ids, answer, strict=True)]
 
 
+def always_half(completions: list[str]) -> list[float]:
+    return [0.5] * len(completions)
+
+
 async def slow_is_fine(completions: list[str], answer: list[str]) -> list[float]:
     await asyncio.sleep(0.01)
     return [float(text == expected) for text, expected in zip(completions, answer, strict=True)]

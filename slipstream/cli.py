@@ -167,7 +167,7 @@ def export_drafter(
         Path | None, typer.Option(help="The model that it drafts for, if that is not where it was any more.")
     ] = None,
 ) -> None:
-    """Write a run's drafter as vLLM and SGLang load it: config.json and model.safetensors.
+    """Write a run's drafter as vLLM loads it, and SGLang those of the format eagle3: config.json and model.safetensors.
 
     For example: slipstream export-drafter runs/mine --format eagle3 drafters/mine
     """

@@ -9,6 +9,8 @@ from pathlib import Path
 
 TEMPORARY = ".tmp-"
 """How the names of what is being written begin, and of what may be removed."""
+_UMASK = os.umask(0o022)
+os.umask(_UMASK)  # it can only be asked for by setting it
 
 
 @contextmanager
@@ -19,12 +21,19 @@ def replacing(path: Path, *, flush_name: bool = True) -> Iterator[Path]:
     try:
         yield partial
         flush(partial)
+        open_to_readers(partial)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     if flush_name:
         flush(path.parent)
+
+
+def open_to_readers(path: Path) -> None:
+    """With the mode that a new file has here: a library that writes tensors may give them to their owner alone, and
+    whoever serves a model is often another user."""
+    path.chmod(0o666 & ~_UMASK)
 
 
 def flush(path: Path) -> None:

@@ -146,6 +146,12 @@ def test_what_is_exported_is_what_there_is(
         assert torch.equal(weights.pop("lm_head.weight"), policy["model.embed_tokens.weight"])
     assert weights.keys() == ours.keys() and all(torch.equal(weights[name], ours[name]) for name in ours)
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    written = [*out.iterdir(), checkpoint / "model.safetensors", checkpoint / DRAFTER_FILE]
+    assert {path.stat().st_mode for path in written} == {(checkpoint / "config.json").stat().st_mode}, (
+        "anybody may read"
+    )
+    learned = {"eagle3": "2 updates", "eagle1": "that has learned nothing yet"}
+    assert f"a drafter for {checkpoint}, {learned[kind]}\n" in said
     config = json.loads((out / "config.json").read_text())
     assert config["vocab_size"] == config["draft_vocab_size"] == tiny().config.vocab_size
     assert config.get("eagle_aux_hidden_state_layer_ids") == ([1, 2, 3] if kind == "eagle3" else None)
@@ -172,6 +178,7 @@ def test_layers_are_told_only_where_other_engines_would_take_others() -> None:
         (["eagle1", "out", "--format", "eagle3"], "give --format eagle"),
         (["eagle3", "out", "--dtype", "int3"], "one of bfloat16"),
         (["eagle3", "out", "--target", "gone"], "there is no such folder; give one with --target"),
+        (["eagle3", "out", "--target", "eagle3/checkpoints"], "'eagle3/checkpoints' could not be loaded"),
         (["nowhere", "out"], "neither a run folder"),
     ],
 )
@@ -192,7 +199,10 @@ def test_a_recorded_run_teaches_a_drafter_that_the_next_run_begins_with(
     said, about = capsys.readouterr().out, json.loads((folder / "drafter.json").read_text())
     assert about["updates"] == 24 and about["tokens_a_step"] > about["tokens_a_step_before"] + 0.1
     assert f"{about['tokens_a_step']:.2f} after 24 updates" in said
-    assert call(*words, "--updates", "24") == 2 and "not an empty folder" in capsys.readouterr().err
+    assert call(*words, "--updates", "24") == 2 and "in it: --resume" in capsys.readouterr().err
+    assert (
+        call(*words, "--updates", "16", "--resume") == 0 and "24 updates were made already" in capsys.readouterr().out
+    )
     assert call("export-drafter", str(folder), str(tmp_path / "exported")) == 0
     assert "other weights" not in capsys.readouterr().out
     other = ["--target", str(runs / "without" / "checkpoints" / "step_2")]
@@ -329,7 +339,7 @@ def test_weights_of_another_kind_are_refused(runs: Path) -> None:
         learner.load_state_dict(state.tensors, 0)
 
 
-@pytest.mark.parametrize("override", ["drafter.updates=3", "drafter.warm_from=x", "drafter.disk_gb=1"])
+@pytest.mark.parametrize("override", ["drafter.updates=3", "drafter.warm_from=x", "drafter.disk_gb=1", "model=tiny"])
 def test_what_would_do_nothing_is_refused(override: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("train-drafter", str(runs / "eagle3"), override) == 2
     assert "is of no use here" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from slipstream.draft.eagle import draft_config, feature_layers
+from slipstream.files import open_to_readers
 
 FORMATS = {"eagle3": "eagle3", "eagle": "eagle1"}
 """As other engines call them: the kind of drafter that each holds."""
@@ -53,6 +54,7 @@ def export_drafter(
     try:
         partial.mkdir()
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        open_to_readers(partial / "model.safetensors")
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if folder.is_dir():
             folder.rmdir()
@@ -100,6 +102,7 @@ def works_in_sglang(file_format: str, target: PretrainedConfig) -> bool:
     return file_format == "eagle3" and target.get_text_config().num_hidden_layers >= DEFAULT_LAYERS_FROM
 
 
-def refuse_filled(folder: Path) -> None:
+def refuse_filled(folder: Path, otherwise: str = "") -> None:
+    """`otherwise`: what else can be done about it."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not an empty folder; give another one")
+        raise ValueError(f"{folder} exists and is not an empty folder; give another one{otherwise}")

@@ -47,7 +47,11 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: int
     else:
         folder = _resolve(name)
         try:
-            refuse_unserved(AutoConfig.from_pretrained(folder), name)
+            config = AutoConfig.from_pretrained(folder)
+        except (OSError, ValueError) as error:  # a folder without config.json, or of a family nobody knows
+            raise ValueError(f"model {name!r} could not be loaded: {error}") from error
+        refuse_unserved(config, name)
+        try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         except OSError as error:
             raise ValueError(f"model {name!r} could not be loaded: {error}") from error

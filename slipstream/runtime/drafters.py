@@ -99,6 +99,8 @@ def export_from(source: Path, folder: Path, *, file_format: str | None, dtype: s
     check_fit(drafter, model.config, "give the model it was taught by with --target")
     head = model.get_output_embeddings()
     assert isinstance(head, torch.nn.Linear)
+    if head.bias is not None:
+        raise ValueError(f"the head of {target} has a bias, which other engines' drafters have no place for")
     export_drafter(
         folder,
         file_format=own_format,
@@ -108,8 +110,9 @@ def export_from(source: Path, folder: Path, *, file_format: str | None, dtype: s
         dtype=DTYPES[dtype],
     )
     asked = {"method": own_format, "model": str(folder), "num_speculative_tokens": SERVED_DRAFTS}
+    taught = f"{drafter.state.num_updates:,} updates" if drafter.state.num_updates else "that has learned nothing yet"
     lines = [
-        f"wrote {folder}: a drafter for {target}",
+        f"wrote {folder}: a drafter for {target}, {taught}",
         f"use it in vLLM: vllm serve {target} --speculative-config '{json.dumps(asked)}'",
     ]
     if fingerprint(model) != drafter.state.target_digest:

@@ -243,6 +243,11 @@ class _Run:
         self.console.start_run(lines)
         if unread := ", ".join(unread_settings(self.config)):
             self.console.note(f"of no effect, since draft.source is {self.config.draft.source} here: {unread}")
+        if device.type == "cpu" and learns(self.config):
+            self.console.note(
+                "a step costs by the token on a CPU, so a drafter hardly ever pays there, and its updates take time "
+                "after each step: draft.source=off is faster, and samples the same tokens"
+            )
 
     def warm_up(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
         """False if it was interrupted; a checkpoint then holds how far it came."""

@@ -53,6 +53,7 @@ NOT_HERE = {
     "drafter.updates": "write --updates N",
     "drafter.warm_from": "write --from DIR",
     "drafter.disk_gb": "a few texts at a time are looked at, and none are kept",
+    "model": "a drafter is taught for the run's own model",
 }
 """Settings of a run that `train-drafter` has other words for."""
 
@@ -100,7 +101,7 @@ def train_offline(
     if resume and begin_with is not None:
         raise ValueError("--resume goes on with the drafter in --out: leave out --from, or --resume")
     if not resume:
-        refuse_filled(folder)
+        refuse_filled(folder, ", or go on with the drafter in it: --resume" if (folder / ABOUT).is_file() else "")
     device = choose_device(config.device)
     with Console(1, quiet=quiet) as console, stop_on_signals() as flag:
         learned_from, held_out = recorded_samples(run, config, str(checkpoint))
@@ -143,6 +144,8 @@ def train_offline(
             about["updates"] = learner.num_updates
             save_drafter(folder, DrafterState(step, learner.num_updates, digest, learner.state_dict()), about)
 
+        if learner.num_updates >= updates:
+            console.note(f"{learner.num_updates} updates were made already: for more, give --updates a larger number")
         with console.phase("updates", updates) as advance:
             advance(learner.num_updates)
             for metrics in _teach(learner, model, config, learned_from, updates):

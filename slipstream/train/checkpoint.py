@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from slipstream.files import TEMPORARY, flush, replacing
+from slipstream.files import TEMPORARY, flush, open_to_readers, replacing
 
 MANIFEST, RUN_STATE, TRAINER_STATE, LATEST = "manifest.json", "run_state.json", "trainer.pt", "latest"
 REPLACED = ".replaced"
@@ -206,6 +206,8 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 def _flush_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
         flush(path)
+        if path.is_file():
+            open_to_readers(path)
     flush(folder)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from drafter_arms import Bench
 
-from slipstream.draft.selector import TRIAL
+from slipstream.draft.trials import TRIAL
 from slipstream.engine.strategy import OFF, Always, Feeding, StepResult, Strategy
 from slipstream.runtime.benches import describe_machine
 

@@ -102,7 +102,7 @@ PURE = {
     "history": [f"slipstream.history.{name}" for name in ("cache", "eviction", "format", "store", "takeover")],
     "draft": [
         f"slipstream.draft.{name}"
-        for name in ("beliefs", "bucket", "shelves", "selector", "throttle", "votes", "workloads")
+        for name in ("asking", "beliefs", "bucket", "selector", "shelves", "throttle", "trials", "votes", "workloads")
     ],
     "stream": [f"slipstream.stream.{name}" for name in ("editions", "fanout", "shelf")],
     "train": ["slipstream.train.algorithms", "slipstream.train.packing"],

@@ -296,6 +296,11 @@ def test_a_model_that_saves_less_than_it_takes_to_tell_it_is_left_alone_in_most_
                 )
                 selector.observe(step)
         are_told.append(num_told > 100)
+    turns = selector.take_turns()
+    # Told, as it was, until the rollout after it was taught; then by turns, with what it lost.
+    assert [turn.is_asked for turn in turns] == [number % 2 == 0 for number in range(len(turns))]
+    assert turns[0].reason == "it has been taught" and (len(turns) == 1) == pays and selector.take_turns() == []
+    assert pays or ("it saved -" in turns[1].reason and "it lost" in turns[2].reason), turns
     assert not are_told[0] and (sum(are_told) > 10) == pays and are_told[1]
     assert pays or sum(are_told) in (3, 4), are_told
 

@@ -138,18 +138,19 @@ def test_three_epochs_with_a_drafter_that_learns_are_three_epochs_without(
     assert last > first and not (folder / "history.db").exists()
 
 
-@pytest.mark.parametrize(("updates", "longest"), [(9, 12), (1, None)])
+@pytest.mark.parametrize(("updates", "reads_all"), [(9, True), (1, False)])
 def test_a_drafter_also_reads_what_teaches_the_policy_nothing(
-    updates: int, longest: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    updates: int, reads_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where all samples of all groups fail alike, the trainer computes no text but one that stands in; the longest are
-    read, as many as updates can look at."""
+    """Where all samples of all groups fail alike, the trainer computes no text but one that stands in; of the others as
+    many are read as updates can look at."""
     monkeypatch.setattr(tail_module, "LESSON_TOKENS", 128)
-    shown: list[int] = []
+    shown: list[tuple[int, ...]] = []
     collect = DrafterTrainer.collect
 
     def look(self: DrafterTrainer, ids_T: torch.Tensor, lengths: list[int], responses: list[int], last: Any) -> None:
-        shown.extend(responses)
+        texts = ids_T.split(lengths)
+        shown.extend(tuple(text[-num + 1 :].tolist()) for text, num in zip(texts, responses, strict=True))
         collect(self, ids_T, lengths, responses, last)
 
     monkeypatch.setattr(DrafterTrainer, "collect", look)
@@ -158,13 +159,10 @@ def test_a_drafter_also_reads_what_teaches_the_policy_nothing(
     run_training(build_config(recipe | {"train": recipe["train"] | {"steps": 1}, "warmup": None}), quiet=True)
     row = rows_of(tmp_path / "run")[-1]
     with RunStore(tmp_path / "run", read_only=True) as store:
-        lengths = sorted((len(one.token_ids) for one in store.rollouts(kind="train")), reverse=True)
-    assert row["reward/std"] == 0.0 and len(lengths) == PER_STEP * SAMPLES
-    assert row["drafter/texts_read"] == len(shown[1:]) and shown[1:] == lengths[: len(shown) - 1]
-    if longest is None:
-        assert 0 < len(shown[1:]) < PER_STEP * SAMPLES
-    else:
-        assert len(shown[1:]) == longest
+        sampled = [one.token_ids for one in store.rollouts(kind="train")]
+    assert row["reward/std"] == 0.0 and len(sampled) == PER_STEP * SAMPLES
+    assert row["drafter/texts_read"] == len(shown) - 1 and set(shown) <= {text[:-1] for text in sampled}
+    assert (len(shown) - 1 == PER_STEP * SAMPLES) == reads_all and len(shown) > 1
     assert row["drafter/updates"] == updates
 
 
@@ -190,7 +188,10 @@ def test_a_run_that_trains_in_the_tail_samples_the_same(tmp_path: Path, monkeypa
         assert [event.step for event in store.events("TrainRound")] == [1]
         assert len(store.events("Lend")) == len(store.events("Recall")) >= 1 and len(store.events("Publish")) == 1
     told_of = "4 updates, 2 of them beside the last sequences of rollouts, in 1 session(s)"
-    assert told_of in (tmp_path / "on" / "report.html").read_text() and not (tmp_path / "on" / "lessons").exists()
+    html = (tmp_path / "on" / "report.html").read_text()
+    assert told_of in html and not (tmp_path / "on" / "lessons").exists()
+    share = rows[-1]["rollout/spec_share_drafter"]
+    assert f"In the last step {share:.1%} of all tokens were its drafts" in html and "Right in its lessons" in html
     checkpoint = tmp_path / "on" / "checkpoints" / "step_2"
     assert (load_drafter_state(checkpoint).step, load_drafter_state(checkpoint).num_updates) == (2, 4)
 
@@ -200,7 +201,8 @@ def test_the_selector_of_a_run_changes_no_number_and_its_choices_are_told(
 ) -> None:
     reason = "2 drafts give 1.50 times the tokens of off"
     choices = [Choice(8, Strategy(2.0), reason)]
-    monkeypatch.setattr(Selector, "take_choices", lambda self: [choices.pop()] if choices else [])
+    take = Selector.take_choices  # its own depend on the clock
+    monkeypatch.setattr(Selector, "take_choices", lambda self: take(self) + ([choices.pop()] if choices else []))
     folder = tmp_path / "on"
     recipe = settings(folder, draft={"source": "both", "widths": "aimd"}, drafter={"updates": 1})
     run_training(build_config(recipe | {"train": recipe["train"] | {"steps": 4}}), quiet=True)
@@ -210,9 +212,12 @@ def test_the_selector_of_a_run_changes_no_number_and_its_choices_are_told(
     state = json.loads((folder / "checkpoints" / "step_4" / "run_state.json").read_text())
     assert any(len(bucket["ways"]) > 1 for bucket in state["drafting"].values()), "what it measured is in checkpoints"
     with RunStore(folder, read_only=True) as store:
-        (event,) = store.events("DraftChosen")
-    assert event.payload == {"batch": 8, "strategy": "2 drafts, 2+", "reason": reason, "is_matching": False}
-    assert reason in (folder / "report.html").read_text()
+        events, first_turn = store.events("DraftChosen"), store.events("DrafterAsked")[0]
+    payload = {"batch": 8, "strategy": "2 drafts, 2+", "reason": reason, "is_matching": False}
+    assert [event.payload for event in events].count(payload) == 1
+    assert first_turn.payload == {"is_asked": True, "reason": "it has been taught"} and first_turn.step == 1
+    html = (folder / "report.html").read_text()
+    assert "What pays, by how many sequences run" in html and "It was asked again, or left alone," in html
 
 
 @pytest.mark.slow

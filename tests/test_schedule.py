@@ -21,6 +21,7 @@ from slipstream.schedule.events import (
     Action,
     CloseStep,
     DraftChosen,
+    DrafterAsked,
     EndSession,
     Evaluate,
     Evaluated,
@@ -334,7 +335,7 @@ EVERY_KIND = [
     WorkersWanted(3, "as was asked for"),
     WorkersPaced(2, ((4, 9, 0.5),)),
     NEW, scored(1, 2, False), StepTrained(1), WeightsLive(1), Evaluated(1), Saved(1), StopAsked("tired"),
-    DraftChosen(8, "2 drafts, 2+", "it pays"),
+    DraftChosen(8, "2 drafts, 2+", "it pays"), DrafterAsked(False, "it does not"),
     Generate(1, 2), Feed(1, 2), Train(1, (2, 3)), Train(1, ()), PushWeights(1), Evaluate(1), Record(1),
     Save(1, 3, False), Save(1, 9, True, ((1, (3, 4)), (2, (5, 6, 7)))), Finish("done"),
     WorkerJoined("a", 8, ((1, 0.5), (8, 1.0))), WorkerLeft("a", (("1/0/0", 5),)), RolloutsAsked(1, (("1/0/0", "p"),)),
@@ -353,7 +354,8 @@ def test_events_and_actions_survive_the_event_log() -> None:
 
 
 def test_what_is_only_for_the_record_leads_to_nothing() -> None:
-    assert Scheduler(settings_of()).on_event(DraftChosen(8, "off", "it pays"), 0.0) == []
+    for item in (DraftChosen(8, "off", "it pays"), DrafterAsked(True, "it has been taught")):
+        assert Scheduler(settings_of()).on_event(item, 0.0) == []
 
 
 def test_a_replayed_log_gives_the_same_actions() -> None:

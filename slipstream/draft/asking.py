@@ -57,8 +57,9 @@ class Asking:
     def may_ask(self) -> bool:
         return self.is_on and self._num_steps - self._told_from >= FED_BEFORE
 
-    def note_step(self, size: int, seconds: float, is_in_use: Callable[[], bool]) -> None:
-        """One of this size of batch. `is_in_use`: whether the model is best for any."""
+    def note_step(self, size: int, seconds: float, is_in_use: Callable[[], bool]) -> str | None:
+        """One of this size of batch. `is_in_use`: whether the model is best for any. Says why, if from now on it is
+        asked, or left alone."""
         self._num_steps += 1
         self._since_s += seconds
         num_steps, self._fewest = self._num_steps - self._began_at, min(self._fewest, size)
@@ -67,22 +68,33 @@ class Asking:
             self._longest = max(self._longest, num_steps)
         if has_grown or num_steps >= max(STEADY_STEPS, 2 * self._longest):
             self._began_at, self._fewest = self._num_steps, size
-            self._begin_rollout(self._gain_s > 0 and is_in_use())
+            return self._begin_rollout(is_in_use())
+        return None
 
     def note_gain(self, seconds: float) -> None:
         """What the model saved in a step, less what it took to tell it of that."""
         self._gain_s += seconds
 
-    def _begin_rollout(self, is_in_use: bool) -> None:
-        if not self._has_model or (self.is_on and not is_in_use and self._num_steps - self._told_from < LEAST_STEPS):
-            return
+    def _begin_rollout(self, is_in_use: bool) -> str | None:
+        pays = is_in_use and self._gain_s > 0
+        if not self._has_model or (self.is_on and not pays and self._num_steps - self._told_from < LEAST_STEPS):
+            return None
         if self.is_on:
             self._asked_s, self._lost_s, self._has_learned = self._since_s, min(-self._gain_s, self._since_s), False
-        was_on, self.is_on = self.is_on, is_in_use or self._is_due()
+        was_on, self.is_on = self.is_on, pays or self._is_due()
         if self.is_on:
             self._since_s, self._gain_s = 0.0, self._gain_s / 2 if was_on else 0.0
         if self.is_on and not was_on:
             self._told_from = self._num_steps
+            learned = ", with what it has learned since," if self._has_learned else ""
+            lost = f"the {self._lost_s:.3g} s that it lost are" if self._lost_s > 0 else "what it lost is"
+            return f"{lost}{learned} no more than {ALLOWED:.0%} of the time since"
+        if was_on and not self.is_on:
+            saved = (
+                f"it saved {self._gain_s:.3g} s of {self._asked_s:.3g} s, with what it takes to tell it what is said"
+            )
+            return saved if is_in_use else f"{saved}, and is best for no number of sequences"
+        return None
 
     def _is_due(self) -> bool:
         """Whether what it lost is little by now, or would be with what it has learned."""

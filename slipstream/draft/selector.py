@@ -35,27 +35,16 @@ from slipstream.draft.bucket import (
     Bucket,
     tokens_at_best,
 )
+from slipstream.draft.trials import FIRST_TRIAL, TRIAL, Outlook, between_trials, find_trial
 from slipstream.engine.strategy import MATCHING, OFF, Feeding, StepResult, Strategy, size_of
 
-FIRST_TRIAL, FIRST_TRIAL_ROWS = 6, 64
-"""Steps in a row that count at the first trial of a way."""
-TRIAL, TRIAL_ROWS, BETWEEN_TRIALS = 5, 32, 15
-"""Afterwards: steps of a way that is not the best, and how many times as many are between two such trials at least."""
 AFTER_ROWS, AT_ONCE = 128, 1.15
 """Steps and sequences of the best way that another is compared with after its trial, as with those before, since texts
 may have been easier just then, or harder; unless it is so many times better."""
-PATIENCE = 4
-"""Times as long a trial may become while it cannot be told whether its way is better: such a way costs hardly more."""
-TRIAL_COST = 0.005
-"""Of all steps: the slower a way was, the longer it waits for its next trial, so that trials cost no more than this."""
-MOST_BETWEEN = 500
-"""Steps in which one way is tried again, bad as all may have been: a drafter learns."""
 ASK_AGAIN, ASK_OTHER = 1000, 250
 """Steps after which a model that was hardly ever right is asked again; and one that has other weights since."""
-LEAST_LOSS = 0.25
-"""Steps that any trial may lose."""
-OUTDATED = 3
-"""Times as much may a trial cost of a way that has not been tried since the best way changed."""
+PATIENCE = 4
+"""Times as long a trial may become while it cannot be told whether its way is better: such a way costs hardly more."""
 SURE = 0.25
 """With so many standard errors less than is believed of it, a way must still be clearly better to take over."""
 HOPELESS, HOPELESS_ROWS = 0.85, 512
@@ -64,6 +53,7 @@ together make so many."""
 FOLLOWED, FOLLOWED_STEPS = 0.2, 500
 """Of the last steps, about so many: where in more than this share others took the slots that got free, all sequences
 count alike in the other steps too. Else ways would be judged now by one measure, now by another."""
+
 PREPARING, FIRST_SHARE = 0.03, 3.0
 """On a GPU steps of a new size need a graph. Of the time that steps of a size of batch have taken, so much may go into
 preparing ways that were never tried there, and what drafts have saved: so a run that is short does not pay for others
@@ -71,7 +61,6 @@ that would have been long. So many times as much into the first, which shows whe
 PREPARING_STEPS, COMPILING_STEPS = 25, 100
 """As many steps a way is expected to take to prepare. What takes longer than these at once is a kernel being compiled,
 which is kept on the disk and nothing that this size of batch owes."""
-
 
 DEFAULT_STRATEGIES = (
     *(OFF, Strategy(0.5, 2), Strategy(1.0, 2)),
@@ -106,6 +95,14 @@ class Choice:
     """Whether it is for stretches of repeated text."""
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """For the record: a model is asked from now on, or left alone, and why."""
+
+    is_asked: bool
+    reason: str
+
+
 class Selector:
     def __init__(
         self,
@@ -128,13 +125,17 @@ class Selector:
         self._asking = Asking(has_model)
         self.choices: list[Choice] = []
         """Every change of the best way since they were last taken, in order."""
+        self.turns: list[Turn] = []
+        """And of whether a model is asked."""
         self._saved_s = 0.0
 
     def choose(self, batch: int, is_matching: bool = False) -> Strategy:
         """For a step of so many sequences, which were just found to repeat known texts, or not."""
         bucket = self._bucket(batch, is_matching)
         if bucket.trial is None and bucket.contender is None and bucket.since_trial % WINDOW == 0:
-            self._consider_trial(bucket, max(1, batch))
+            found = find_trial(bucket, batch, self._outlook(bucket))
+            if found is not None:
+                bucket.trial, bucket.trial_length = found
         if bucket.trial is not None and bucket.trial.depth and not self._asking.is_on:
             bucket.trial, bucket.trial_steps = None, []  # it was told nothing since
         return bucket.trial or self.best(batch, is_matching)
@@ -147,62 +148,29 @@ class Selector:
             return Feeding.NOTHING
         if not bucket.has_no_use_for_model or (bucket.contender is not None and bucket.contender.depth):
             return Feeding.KEYS
-        wait = max(self._wait_to_ask(bucket), _between_trials(batch) - bucket.since_trial)
+        wait = max(self._wait_to_ask(bucket), between_trials(batch) - bucket.since_trial)
         return Feeding.KEYS if bucket.beaten and wait <= FED_BEFORE else Feeding.NOTHING
 
-    def _consider_trial(self, bucket: Bucket, batch: int) -> None:
-        had_no_use = bucket.has_no_use_for_model
-        # A model that was told nothing is first told what is said, until the next look.
-        may_ask = self._asking.may_ask
-        untried = [way for way in bucket.look_again() if not way.depth or (may_ask and not had_no_use)]
-        # Steps in stretches have the sizes of those outside, whose graphs are there.
-        prepared = self._bucket(bucket.size).costs if bucket.is_matching else {}
-        ready = [way for way in untried if way in prepared]
-        if not bucket.costs or ready or (untried and self._may_prepare(bucket)):
-            # Between two of them the best way shows how long steps take by now.
-            if bucket.since_trial or not bucket.costs:
-                bucket.trial = self._likeliest(bucket, ready or untried) if bucket.costs else OFF
-                bucket.trial_length = max(FIRST_TRIAL, FIRST_TRIAL_ROWS // batch)
-            return
-        known = bucket.costs.keys() - bucket.beaten - {bucket.best}
-        others = [way for way in bucket.costs if way in known and (may_ask or not way.depth)]
-        length, between = _trial_length(batch), _between_trials(batch)
-        promising = max(others, key=bucket.gain, default=bucket.best)
-        if bucket.since_trial and bucket.gain(promising) > CLEARLY:
-            # Better by what is known, if not for certain.
-            bucket.trial, bucket.trial_length = promising, length
-            return
-        was_given_up = bucket.best == OFF and 0 < bucket.again_after < between
-        if others and was_given_up and bucket.since_trial >= bucket.again_after:
-            # Given up a moment ago: hard texts may have been few.
-            bucket.trial, bucket.trial_length, bucket.again_after = promising, length, 2 * bucket.again_after
-            return
-        if bucket.since_trial < between:
-            return
-        beaten = bucket.beaten & bucket.costs.keys()
-        if may_ask and beaten and not bucket.is_matching and self._wait_to_ask(bucket) <= 0:
-            bucket.trial = max(beaten, key=bucket.gain)
-            bucket.trial_length = length
-            return
-        if not others:
-            return
-        # Steps that a trial loses, if the way is as good as it may be by what is known: one that looked bad by chance
-        # is soon tried again. Those that lose little have more trials, so that all together cost what they may.
-        hopes = {way: bucket.gain(way, errors=1.0) for way in others}
-        losses = {way: max(LEAST_LOSS, length * (1 / hopes[way] - 1)) for way in others}
-        shares = sum(1 / loss for loss in losses.values())
+    def _outlook(self, bucket: Bucket) -> Outlook:
+        alike = (self._buckets.get((size, bucket.is_matching)) for size in (2 * bucket.size, bucket.size // 2))
+        likely = [one.best for one in alike if one is not None]
+        return Outlook(
+            may_ask=self._asking.may_ask,
+            steps_to_ask=self._wait_to_ask(bucket),
+            may_prepare=self._may_prepare(bucket),
+            # Steps in stretches have the sizes of those outside, whose graphs are there.
+            prepared=self._bucket(bucket.size).costs if bucket.is_matching else (),
+            # Where each way has its price, those that show most come before those with few drafts.
+            likely=[*likely, *TELLING] if self._has_price else likely,
+        )
 
-        def is_due(way: Strategy) -> float:
-            """From 1 on: steps since its last trial, against those it should wait."""
-            tried_at = bucket.tried_at.get(way, 0)
-            # What was tried against another best way, on the texts of that time, says less.
-            trial_cost = TRIAL_COST if tried_at > bucket.taken_at else OUTDATED * TRIAL_COST
-            wait = min(MOST_BETWEEN * len(others), losses[way] ** 2 * shares / trial_cost)
-            return (bucket.num_steps - tried_at) / max(between, wait)
-
-        way = max(others, key=lambda one: (is_due(one), hopes[one]))
-        if is_due(way) >= 1:
-            bucket.trial, bucket.trial_length = way, length
+    def _may_prepare(self, bucket: Bucket) -> bool:
+        """One more way. Where nothing has to be prepared, as on CPU, always."""
+        if not self._has_price or self._preparing == math.inf:
+            return True
+        owed_s = bucket.prepared_s + PREPARING_STEPS * bucket.unit_s
+        share = self._preparing if len(bucket.costs) > 1 else FIRST_SHARE * self._preparing
+        return owed_s <= share * bucket.ran_s + max(0.0, bucket.saved_s)
 
     def _wait_to_ask(self, bucket: Bucket) -> int:
         """Steps until a model that was hardly ever right is asked again."""
@@ -215,24 +183,10 @@ class Selector:
     def note_new_model(self) -> None:
         """The learned drafter has other weights from now on."""
         self._model += 1
+        was_asked = self._asking.is_on
         self._asking.note_model()
-
-    def _likeliest(self, bucket: Bucket, untried: Sequence[Strategy]) -> Strategy:
-        """To be the best: what is best for twice or half as many sequences; else there is an order, from few drafts to
-        many, or, where each way has its price, from those that show most."""
-        alike = (self._buckets.get((size, bucket.is_matching)) for size in (2 * bucket.size, bucket.size // 2))
-        likely = [one.best for one in alike if one is not None]
-        if self._has_price:
-            likely += TELLING
-        return next((way for way in likely if way in untried), untried[0])
-
-    def _may_prepare(self, bucket: Bucket) -> bool:
-        """One more way. Where nothing has to be prepared, as on CPU, always."""
-        if not self._has_price or self._preparing == math.inf:
-            return True
-        owed_s = bucket.prepared_s + PREPARING_STEPS * bucket.unit_s
-        share = self._preparing if len(bucket.costs) > 1 else FIRST_SHARE * self._preparing
-        return owed_s <= share * bucket.ran_s + max(0.0, bucket.saved_s)
+        if not was_asked and self._asking.is_on:
+            self.turns.append(Turn(True, "it has been taught"))
 
     def observe_preparing(self, batch: int, seconds: float, is_matching: bool = False) -> None:
         """A step with drafts took so much longer, because it was the first of its size."""
@@ -247,7 +201,9 @@ class Selector:
         if strategy not in bucket.ways:
             return  # chosen for more sequences than then ran
         bucket.ran_s += seconds
-        self._asking.note_step(bucket.size, seconds, self._uses_model)
+        reason = self._asking.note_step(bucket.size, seconds, self._uses_model)
+        if reason is not None:
+            self.turns.append(Turn(self._asking.is_on, reason))
         if step.of_model is not None and not is_matching:
             if bucket.asked_model != self._model:
                 bucket.of_model.clear()  # another was right or wrong
@@ -309,6 +265,10 @@ class Selector:
     def take_choices(self) -> list[Choice]:
         choices, self.choices = self.choices, []
         return choices
+
+    def take_turns(self) -> list[Turn]:
+        turns, self.turns = self.turns, []
+        return turns
 
     def take_saved_s(self) -> float:
         """By drafts since this was last asked, as estimated: what these tokens would have taken without, as they count,
@@ -424,11 +384,3 @@ class Selector:
                 bucket.left_out.add(way)
                 reason = f"{way} is not tried: {bucket.hope(way):.2f} times the tokens of this at best"
                 self.choices.append(Choice(batch, bucket.best, reason, bucket.is_matching))
-
-
-def _trial_length(batch: int) -> int:
-    return max(TRIAL, TRIAL_ROWS // max(1, batch))
-
-
-def _between_trials(batch: int) -> int:
-    return BETWEEN_TRIALS * _trial_length(batch)

@@ -202,6 +202,21 @@ def draft_yield(metrics: Metrics) -> Figure | None:
     return figure
 
 
+def drafter_lessons(metrics: Metrics) -> Figure | None:
+    """Of what a drafter was taught, the share that it had right, by how many tokens ahead."""
+    names = {f"{place} ahead": metrics.get(f"drafter/right_at_{place}") for place in range(1, 5)}
+    traces = [
+        _line(name, series, colour) | {"hovertemplate": "%{y:.0%}"}
+        for (name, series), colour in zip(names.items(), CYCLE, strict=False)
+        if series
+    ]
+    if not traces:
+        return None
+    figure = _figure(traces, "right")
+    figure["layout"]["yaxis"] |= {"range": [0, 1], "tickformat": ".0%"}
+    return figure
+
+
 def health_curve(metrics: Metrics, name: str) -> Figure | None:
     """One small picture of one metric; a step with NaN or infinity is marked at the bottom, not skipped in silence."""
     if not metrics.get(name):

@@ -21,10 +21,11 @@ from slipstream.observe import figures, page
 from slipstream.observe.console import format_duration
 from slipstream.observe.figures import Metrics, Series
 from slipstream.observe.ledger import ACCOUNTS, Entry, shares
+from slipstream.observe.metrics import draft_share_name
 from slipstream.observe.spans import find_decoder, spans
 from slipstream.observe.store import RunStore, StoredEvent, StoredRollout
 from slipstream.observe.timeline import happenings
-from slipstream.types import ORIGIN_NAMES
+from slipstream.types import MODEL_ORIGIN, ORIGIN_NAMES
 
 MOST_HAPPENINGS = 100
 _TAUGHT_ONLY = (
@@ -204,7 +205,8 @@ def _drafts(run_dir: Path, store: RunStore, metrics: Metrics) -> str:
         return ""
     saved_s = sum(metrics.get("rollout/spec_saved_s", {}).values())
     note = (
-        f"{format_duration(saved_s)} of rollout saved, as estimated from the steps without drafts"
+        f"at most {format_duration(saved_s)} of rollout saved, as estimated from the steps without drafts: what "
+        "sequences gained that others outlasted is in it"
         if saved_s > 0
         else ""
     )
@@ -253,11 +255,22 @@ def _drafter(store: RunStore, metrics: Metrics) -> str:
             f"session(s), which slowed that part by {sum(slowdown.values()) / max(1, len(slowdown)):.1%} on the mean; "
             f"{sum(metrics.get('drafter/free_s', {}).values()):.1f} s of training cost nothing"
         )
-    right = metrics.get("drafter/right_at_1", {})
-    if right:
-        text += f". Of the first tokens it was asked for, {right[min(right)]:.0%} were right at first"
-        text += f" and {right[max(right)]:.0%} in the last step"
-    return page.card("The drafter's training", page.sentence(text + "."))
+    drafted = metrics.get(draft_share_name(MODEL_ORIGIN), {})
+    if drafted:
+        text += f". In the last step {drafted[max(drafted)]:.1%} of all tokens were its drafts"
+    turns = store.events("DrafterAsked")
+    if turns and not turns[-1].payload["is_asked"]:
+        text += f", and since step {turns[-1].step} it is left alone: {turns[-1].payload['reason']}"
+    if turns:
+        text += f". It was asked again, or left alone, {len(turns):,} time(s), each with its reason in the events"
+    training = page.card("The drafter", page.sentence(text + "."))
+    right = figures.drafter_lessons(metrics)
+    if right is None:
+        return training
+    note = (
+        "of what it was taught in each step, before it learned from that; drafts are for other texts, and asked seldom"
+    )
+    return _grid("two", training, page.card("Right in its lessons", figures.figure_html(right), note))
 
 
 def _coloured_rollouts(run_dir: Path, store: RunStore) -> str:

@@ -31,7 +31,7 @@ from slipstream.observe.metrics import draft_share_name
 from slipstream.runtime.drafters import SavedDrafter, check_fit, find_drafter
 from slipstream.runtime.folder import LESSONS_FOLDER
 from slipstream.runtime.rollouts import GradedGroup
-from slipstream.schedule.events import DraftChosen
+from slipstream.schedule.events import DraftChosen, DrafterAsked, DraftRecord
 from slipstream.train.checkpoint import earlier_checkpoints
 from slipstream.train.trainer import Trainer
 from slipstream.types import ORIGIN_NAMES, Scored
@@ -89,11 +89,10 @@ def known_ways(run_state: Mapping[str, Any], learner: DrafterTrainer | None) -> 
     return known
 
 
-def draft_choices(selector: Selector) -> tuple[DraftChosen, ...]:
+def draft_choices(selector: Selector) -> tuple[DraftRecord, ...]:
     """What it has chosen since this was last asked, for the record."""
-    return tuple(
-        DraftChosen(one.batch, str(one.strategy), one.reason, one.is_matching) for one in selector.take_choices()
-    )
+    chosen = (DraftChosen(one.batch, str(one.strategy), one.reason, one.is_matching) for one in selector.take_choices())
+    return (*chosen, *(DrafterAsked(one.is_asked, one.reason) for one in selector.take_turns()))
 
 
 def settle_source(config: Config, device: torch.device) -> Config:

@@ -8,7 +8,7 @@ from slipstream.draft.shelves import Text
 from slipstream.engine.sequences import PartialRollout
 from slipstream.engine.strategy import DraftCounts
 from slipstream.runtime.drafter_messages import FromMember, ToMember
-from slipstream.schedule.events import DraftChosen
+from slipstream.schedule.events import DraftRecord
 from slipstream.schedule.speeds import Paces
 from slipstream.types import Request, Rollout, WeightVersion
 
@@ -141,7 +141,7 @@ class Beat:
     """What came of drafts since it last said, if it drafts."""
     paces: Paces = ()
     """How fast its steps were meanwhile."""
-    choices: tuple[DraftChosen, ...] = ()
+    choices: tuple[DraftRecord, ...] = ()
     """Otherwise than before."""
 
 

@@ -16,6 +16,7 @@ from slipstream.draft.online import LESSON_TOKENS, DrafterTrainer
 from slipstream.draft.reading import Reader
 from slipstream.draft.throttle import Throttle
 from slipstream.engine.engine import Engine
+from slipstream.rng import keyed_random
 from slipstream.runtime.drafting import Publisher
 from slipstream.schedule.coordinator import Coordinator
 from slipstream.schedule.events import (
@@ -211,9 +212,10 @@ class Learning:
 
     def end_training(self, unseen: Iterable[Rollout]) -> dict[str, float]:
         """`unseen`: rollouts of the step that taught the policy nothing, as where all of a group failed. A drafter is
-        to draft them too, so they are read, the longest first, up to what all updates together look at."""
-        num_read, room = 0, self._updates * LESSON_TOKENS
-        for rollout in sorted(unseen, key=lambda one: len(one.token_ids), reverse=True):
+        to draft them too, so some by chance are read, with as many tokens as all updates together look at."""
+        waiting, num_read, room = list(unseen), 0, self._updates * LESSON_TOKENS
+        keyed_random("unseen", self._trainer.num_updates).shuffle(waiting)
+        for rollout in waiting:
             if room <= 0:
                 break
             room -= len(rollout.request.prompt_ids) + len(rollout.token_ids)

@@ -78,7 +78,16 @@ class DraftChosen:
     """Whether this is for when they repeat known texts."""
 
 
-Event = RunBegan | GroupScored | StepTrained | WeightsLive | Evaluated | Saved | StopAsked | DraftChosen
+@dataclass(frozen=True, slots=True)
+class DrafterAsked:
+    """From now on the engine asks its learned drafter, or leaves it alone. For the record."""
+
+    is_asked: bool
+    reason: str
+
+
+DraftRecord = DraftChosen | DrafterAsked
+Event = RunBegan | GroupScored | StepTrained | WeightsLive | Evaluated | Saved | StopAsked | DraftRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +343,8 @@ Item = Event | Action | FleetEvent | FleetAction | FleetRecord | CoordinatorEven
 BY_NAME: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *(RunBegan, GroupScored, StepTrained, WeightsLive, Evaluated, Saved, StopAsked, DraftChosen),
+        *(RunBegan, GroupScored, StepTrained, WeightsLive, Evaluated, Saved, StopAsked),
+        *(DraftChosen, DrafterAsked),
         *(Generate, Feed, Train, PushWeights, Evaluate, Record, Save, Finish),
         *(WorkerJoined, WorkerLeft, RolloutsAsked, RolloutEnded, HandedBack, Outgrew, WorkersWanted, WorkersPaced),
         *(Sample, Watch, TakeBack, CloseStep, Lend, Recall),

@@ -18,6 +18,7 @@ from slipstream.config import Config
 from slipstream.schedule.events import (
     Action,
     DraftChosen,
+    DrafterAsked,
     Evaluate,
     Evaluated,
     Event,
@@ -97,7 +98,7 @@ class Pipeline:
                 return self._go_on()
             case StopAsked():
                 return self._on_stop(event)
-            case DraftChosen():
+            case DraftChosen() | DrafterAsked():
                 return []
 
     def _go_on(self) -> list[Action]:

@@ -14,6 +14,7 @@ from slipstream.config import Config
 from slipstream.schedule.events import (
     Action,
     DraftChosen,
+    DrafterAsked,
     Evaluate,
     Evaluated,
     Event,
@@ -67,7 +68,7 @@ class Scheduler:
                 return self._next()
             case StopAsked():
                 return self._on_stop(event)
-            case DraftChosen():
+            case DraftChosen() | DrafterAsked():
                 return []
 
     def _on_weights(self) -> list[Action]:

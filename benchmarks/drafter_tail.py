@@ -64,7 +64,7 @@ def walk(engine: Engine, tail: TailTrainer | None, sequences: int, new_tokens: i
             begun_s = time.perf_counter()
         if tail is not None:
             facts = engine.facts()
-            tail.after_step(facts.num_running, facts.num_waiting, facts.num_unread)
+            tail.after_step(facts.num_running, facts.num_waiting, facts.num_unread, engine.last_kind)
     seconds = time.perf_counter() - begun_s
     if tail is not None:
         tail.stop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 
 import pytest
@@ -133,10 +133,13 @@ def test_who_takes_a_slot_counts_for_the_way_of_its_first_step(steps_ahead: int)
     sampling = SamplingParams(max_new_tokens=12)
     requests = [Request(f"r{number}", "r", (3, 5, 6), number, sampling) for number in range(8)]
     settings = {"max_sequences": 2, "max_length": MAX_LENGTH, "steps_ahead": steps_ahead}
-    engine = Engine(tiny(), drafter=drafter_with([]), policy=policy, **settings)
+    engine, kinds = Engine(tiny(), drafter=drafter_with([]), policy=policy, **settings), list[Hashable]()
     engine.submit(requests)
     while engine.has_work:
         engine.step()
+        kinds += [engine.last_kind] * (len(policy.steps) - len(kinds))
+    ways = [step.strategy for step in policy.steps]
+    assert len(set(zip(ways, kinds, strict=True))) == len(set(ways)) == len(set(kinds)) == 2, "as many kinds as ways"
     of_two = [step for step in policy.steps if step.batch == 2]
     assert len(of_two) > 12 and {step.strategy for step in of_two} == {policy.strategy}
 

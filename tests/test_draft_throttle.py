@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import pytest
 from hypothesis import given, settings
@@ -23,11 +23,11 @@ class Tail:
         self.spent = self.wanted = 0.0
         self.left = self.num_updates = self.num_held_back = 0
 
-    def step(self, quiet_s: float) -> None:
+    def step(self, quiet_s: float, kind: Hashable = None) -> None:
         busy = self.left > 0
         seconds = quiet_s * (self.factor(self.num_updates) if busy else 1.0)
         self.spent, self.wanted = self.spent + seconds, self.wanted + quiet_s
-        self.throttle.step_took(seconds, beside_update=busy)
+        self.throttle.step_took(seconds, beside_update=busy, kind=kind)
         self.left -= busy
         if not self.left:
             if self.throttle.may_start():
@@ -82,6 +82,27 @@ def test_tails_of_uneven_steps_and_updates_keep_it_on_average(factor: float, ste
             tail.step(0.001 * dice.gauss(1, 0.05))
         slowdowns.append(tail.spent / tail.wanted - 1)
     assert 0.5 * BOUND < statistics.mean(slowdowns) < BOUND
+
+
+@pytest.mark.parametrize("are_told_apart", [True, False])
+@pytest.mark.parametrize(("factor", "steps_each"), [(1.05, 9), (1.3, 9)])
+def test_where_ways_of_drafting_change_each_tail_keeps_it_if_they_are_told_apart(
+    factor: float, steps_each: int, are_told_apart: bool
+) -> None:
+    """Steps of three ways take 1, 1.3 and 1.6 times as long as each other, and less with fewer sequences."""
+    dice, throttle, slowdowns = random.Random(2), Throttle(BOUND), []
+    for _ in range(60):
+        throttle.begin_tail()
+        tail, way = Tail(throttle, lambda _: factor, steps_each), 0
+        for number in range(900):
+            way = dice.randrange(3) if dice.random() < 1 / 25 else way
+            size = number // 150
+            kind = (way, size) if are_told_apart else None
+            tail.step(0.001 * dice.gauss(1, 0.03) * (1 + 0.3 * way) * (1.4 - 0.08 * size), kind)
+        slowdowns.append(tail.spent / tail.wanted - 1)
+    keep_it = statistics.mean(slowdowns) < 0.9 * BOUND and max(slowdowns) < 1.2 * BOUND
+    assert keep_it == are_told_apart, (statistics.mean(slowdowns), max(slowdowns))
+    assert statistics.mean(slowdowns) > 0.5 * BOUND
 
 
 @given(st.floats(0.9, 1.0 + (1 - TO_SPARE) * BOUND), st.integers(1, 12))

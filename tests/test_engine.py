@@ -308,6 +308,10 @@ def weight_bytes(engine: Engine) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
+def cut_off(model: Any) -> Any:
+    raise OSError("who sent them is gone")
+
+
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_sleeping_engine_holds_no_keys_and_goes_on_as_if_it_had_not_slept(weights: bool) -> None:
     requests = group("g", PROMPT, 3)
@@ -323,6 +327,10 @@ def test_a_sleeping_engine_holds_no_keys_and_goes_on_as_if_it_had_not_slept(weig
     assert (facts.kv_bytes, facts.num_running, facts.num_free_pages) == (0, 0, facts.num_pages)
     if weights:
         assert weight_bytes(engine) < 0.02 * whole
+        with pytest.raises(AssertionError, match="apply_weights first"):
+            engine.step()
+        with pytest.raises(OSError, match="gone"):
+            engine.change_weights(cut_off)
         with pytest.raises(AssertionError, match="apply_weights first"):
             engine.step()
         engine.apply_weights(own, 0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -48,6 +48,7 @@ from slipstream.engine.strategy import (
     result_of,
 )
 from slipstream.models.cached import KVPages
+from slipstream.models.memory import WeightMemory
 from slipstream.models.precision import check_batch_invariance, use_batch_invariant_products
 from slipstream.models.recognise import fuse, is_fused
 from slipstream.models.weights import fingerprint, write_weights
@@ -138,8 +139,9 @@ class Engine:
         self._ready: list[Rollout] = []
         self._version = WeightVersion(0, fingerprint(model))
         self._paused = False
-        self._storage_bytes: list[tuple[torch.UntypedStorage, int]] | None = None
-        """The storages of the weights and their sizes, while they are given back."""
+        self._weight_memory = WeightMemory(model, self.fusion)
+        self.last_kind: Hashable = None
+        """Of the step that was read last: those of a kind take as long as each other."""
         self._prefill_tokens = self._num_forwards = 0
         self._draft_counts = DraftCounts()
         self._forward_s = self._prefill_s = 0.0
@@ -148,7 +150,7 @@ class Engine:
     def load_kernels(self, *, with_cuts: bool = False) -> None:
         """Run all kinds of steps once and make most graphs, before any other step (`first_runs.py`). Nothing depends on
         it but time: some seconds. `with_cuts`: requests will have top-k, top-p or min-p."""
-        is_new = not self._num_forwards and not self.has_work and self._storage_bytes is None
+        is_new = not self._num_forwards and not self.has_work and self._weight_memory.is_there
         assert is_new, "kernels are loaded before anything else is done"
         ways = Always(OFF).ways if self.policy is None else self.policy.ways
         sizes = {"num_slots": self._state.num_slots, "max_tokens": self._batcher.max_step_tokens}
@@ -176,7 +178,7 @@ class Engine:
     def step(self) -> list[Rollout]:
         """One packed forward; the rollouts known to have ended. Does nothing while paused or idle."""
         if not self._paused and self._batcher.has_work:
-            assert self._storage_bytes is None, "the engine's weights were put to sleep; apply_weights first"
+            assert self._weight_memory.is_there, "the engine's weights were put to sleep; apply_weights first"
             started, stalled_s = time.perf_counter(), self._stalled_s
             self._batcher.seat()
             drafts = self._decide_drafts()
@@ -227,10 +229,8 @@ class Engine:
             self._finish_running()
         elif running == "abort":
             self._batcher.restart_begun()
-        for storage, num_bytes in self._storage_bytes or ():
-            storage.resize_(num_bytes)
-        self._version = write(self.model)
-        self._storage_bytes = None
+        with self._weight_memory.being_written():
+            self._version = write(self.model)
         self._batcher.send_back_unbegun()
         self._batcher.forget_prompts()
         return self._version
@@ -250,14 +250,8 @@ class Engine:
         if self._graphs is not None:
             self._graphs.clear()
             self._ahead.clear()
-        if weights and self._storage_bytes is None:
-            if self.fusion is not None:
-                self.fusion.release()
-            storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in self.model.parameters()}
-            # Norms, which the CPU's kernels look into, cannot be given back; they are a fraction of a per cent.
-            self._storage_bytes = [(s, s.nbytes()) for s in storages.values() if s.resizable()]
-            for storage, _ in self._storage_bytes:
-                storage.resize_(0)
+        if weights:
+            self._weight_memory.give_back()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -430,7 +424,7 @@ class Engine:
         """Wait for a step's report and commit it; what has ended is ready to be given out."""
         if isinstance(launched.done, torch.cuda.Event):
             launched.done.synchronize()
-        report = read_report(launched.report.numpy())
+        report, self.last_kind = read_report(launched.report.numpy()), launched.kind
         broken = self._batcher.uids_of(launched.plan, report.broken)
         for uid in broken:
             self._withdraw(uid)

@@ -12,6 +12,7 @@ Axes: S slots and the trash slot, L tokens of a sequence, W pages of a slot, E s
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from slipstream.engine.sequences import Seat, StepPlan
 from slipstream.engine.slots import MAX_STOP_TOKENS, NO_TOKEN
-from slipstream.engine.strategy import StepDrafts
+from slipstream.engine.strategy import StepDrafts, size_of
 from slipstream.rng import MASK32
 from slipstream.types import SamplingParams
 
@@ -202,6 +203,11 @@ class Launched:
     report: Tensor
     done: torch.cuda.Event | float
     """When the report is there."""
+
+    @property
+    def kind(self) -> Hashable:
+        """Steps of one kind take about as long as each other."""
+        return size_of(self.drafts.batch), self.drafts.strategy, self.drafts.feeding, self.plan.num_prefilled > 0
 
     def seconds_since(self, earlier: torch.cuda.Event | float) -> float:
         """From the end of another step to its own."""

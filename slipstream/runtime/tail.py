@@ -9,7 +9,7 @@ starts no more, so that at most the one under way is finished.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Protocol
 
 from slipstream.draft.online import LESSON_TOKENS, DrafterTrainer
@@ -85,15 +85,16 @@ class TailTrainer:
         """So many texts of a step were collected."""
         self._tell(LessonsAdded(count))
 
-    def after_step(self, num_running: int, num_waiting: int, num_unread: int = 0) -> None:
-        """The engine has taken a step, and has this many sequences left, and steps launched and not yet read."""
+    def after_step(self, num_running: int, num_waiting: int, num_unread: int = 0, kind: Hashable = None) -> None:
+        """The engine has taken a step, and has this many sequences left, and steps launched and not yet read; those of
+        the `kind` of the last one that was read take as long as each other."""
         now_s = self._clock()
         # Else steps were launched ahead, or caught up with: this call took longer than a step, or shorter.
         is_even, self._num_unread = num_unread == self._num_unread, num_unread
         if self._last_s is not None:
             self._tail_s += now_s - self._last_s
             if is_even:
-                self.throttle.step_took(now_s - self._last_s, beside_update=self._running)
+                self.throttle.step_took(now_s - self._last_s, beside_update=self._running, kind=kind)
         self._settle()
         in_tail = num_waiting == 0 and 0 < num_running <= TAIL_SEQUENCES
         if in_tail and not self._lent and self._learner.trains_aside:

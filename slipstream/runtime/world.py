@@ -154,8 +154,8 @@ class LocalWorld:
             facts.append(fact)
         facts += draft_choices(self._selector)
         if self._learner is not None:
-            engine = self._engine.facts()
-            self._learner.tail.after_step(engine.num_running, engine.num_waiting, engine.num_unread)
+            engine, kind = self._engine.facts(), self._engine.last_kind
+            self._learner.tail.after_step(engine.num_running, engine.num_waiting, engine.num_unread, kind)
         return facts
 
     def _note(self, item: Item) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from threading import Event
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from slipstream.draft import together, versions
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.reading import Reader
-from slipstream.draft.saved import DRAFTER_FILE, WEIGHTS, DrafterState, DrafterStateLost
+from slipstream.draft.saved import DRAFTER_FILE, WEIGHTS, DrafterState, DrafterStateLost, save_drafter_state
 from slipstream.draft.together import Average, Member, Share
 from slipstream.engine.engine import Engine
 from slipstream.models.packed import document_hidden
@@ -127,6 +128,11 @@ def test_two_at_once_are_both_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [versions.load_version(tmp_path, number).num_updates for number in (1, 2)] == [20, 30]
 
 
+@pytest.fixture(autouse=True)
+def files_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "PIECE_S", 60.0)
+
+
 def publish_once(trainer: DrafterTrainer, folder: Path) -> None:
     """What members begin with, as a run does it."""
     if not versions.numbers(folder):
@@ -181,6 +187,37 @@ def test_it_stops_between_two_updates_and_gives_that_round_up(tmp_path: Path) ->
     assert done(a.train(0, 2, tmp_path / "a")) == 2
     assert done(a.lead([Share(tmp_path / "a", 2)]), most=0) is None and versions.numbers(a.folder) == [0]
     assert done(a.lead([Share(tmp_path / "a", 2)])) == (1, 2), "from the version it began with"
+
+
+def test_who_is_called_away_while_a_file_is_written_waits_for_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large drafter that takes seconds. What was begun is seen by nobody, and is over before the next begins."""
+    monkeypatch.setattr(together, "PIECE_S", 0.001)
+    a, may_write = member("a", tmp_path / "versions"), Event()
+
+    def slowly(write: Callable[..., None]) -> Callable[..., None]:
+        def wait_and_write(*given: Any) -> None:
+            assert may_write.wait(60)
+            write(*given)
+
+        return wait_and_write
+
+    monkeypatch.setattr(together, "save_drafter_state", slowly(save_drafter_state))
+    monkeypatch.setattr(versions, "save", slowly(save_drafter_state))
+    round_ = a.train(0, 1, tmp_path / "a")
+    assert [next(round_) for _ in range(20)] == [None] * 20, "it only waits by now"
+    round_.close()
+    may_write.set()
+    assert done(a.train(0, 1, tmp_path / "a"), most=10**6) == 1
+    may_write.clear()
+    lead = a.lead([Share(tmp_path / "a", 1)])
+    assert [next(lead) for _ in range(20)] == [None] * 20 and versions.numbers(a.folder) == [0]
+    lead.close()
+    may_write.set()
+    assert done(a.lead([Share(tmp_path / "a", 1)]), most=10**6) == (1, 1) and versions.numbers(a.folder) == [0, 1]
+    a.close()
+    assert {path.name for path in a.folder.iterdir()} == {"000000", "000001"}, "and nothing half done"
 
 
 def test_faults_cost_a_share_and_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

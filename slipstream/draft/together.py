@@ -2,17 +2,20 @@
 
 A round begins for everybody from the same published version, takes each so many updates on its own texts, and ends with
 the average of what came of it, weighted by updates. Moments of the optimizer stay with each; who was not there in the
-round before adopts the leader's. Both are done piece by piece, so that whoever does them can turn to something else
-between two updates; what was done of a round is then given up. Knows nothing of processes: where shares lie, and who
-leads, it is told.
+round before adopts the leader's. Both are done piece by piece, with files read and written aside, so that whoever does
+them can turn to something else at any time; what was done of a round is then given up. Knows nothing of processes:
+where shares lie, and who leads, it is told.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +24,10 @@ from slipstream.draft import versions
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import WEIGHTS, DrafterState, DrafterStateLost, load_drafter_state, save_drafter_state
 from slipstream.models.weights import write_weights
+
+Answer = TypeVar("Answer")
+PIECE_S = 0.01
+"""Seconds at most until a member may turn to something else, while a file is read or written."""
 
 
 @dataclass(slots=True)
@@ -65,6 +72,8 @@ class Member:
         """Of the version from which it trains."""
         self._num_made = 0
         """In the round that it is in."""
+        self._files = ThreadPoolExecutor(1, "drafter-files")
+        """One at a time: what was given up in mid-file is over before the next begins."""
         if not versions.numbers(folder):
             raise ValueError(
                 f"{name} finds no version of the drafter in {folder}: workers that train it together must see the "
@@ -78,7 +87,7 @@ class Member:
     def train(self, version: int, num_updates: int, share_folder: Path) -> Generator[None, None, int]:
         """A round, an update at a time; how many were made, of which there is a share if they were any. Closed before
         its end, it leaves none. RuntimeError if the weights are no longer numbers."""
-        self._begin_from(version)
+        yield from self._begin_from(version)
         self.trainer.follow()
         num_made = 0
         while num_made < num_updates and len(self.trainer.lessons):  # which a new policy may have put an end to
@@ -93,7 +102,8 @@ class Member:
             self._trained_from = None  # nor are the moments, then
             raise RuntimeError(f"the drafter of {self.name} has weights that are not numbers")
         share_folder.mkdir(parents=True, exist_ok=True)
-        save_drafter_state(share_folder, DrafterState(version, num_made, self.target_digest, weights))
+        share = DrafterState(version, num_made, self.target_digest, weights)
+        yield from self._aside(partial(save_drafter_state, share_folder, share))
         return num_made
 
     def give_up(self) -> int:
@@ -107,7 +117,7 @@ class Member:
         mean = Average()
         for share in shares:
             try:
-                state = load_drafter_state(share.folder)
+                state = yield from self._aside(partial(load_drafter_state, share.folder))
             except DrafterStateLost as error:
                 warnings.warn(f"a share of a round of the drafter is left out: {error}", stacklevel=2)
                 continue
@@ -118,16 +128,33 @@ class Member:
         tensors = {f"{WEIGHTS}{name}": one for name, one in mean.weights.items()}
         moments = {name: one for name, one in self.trainer.state_dict().items() if not name.startswith(WEIGHTS)}
         num_updates = self._num_updates + mean.num_updates
-        return versions.publish(self.folder, self._state(tensors | moments, num_updates), self.name), num_updates
+        state = self._state(tensors | moments, num_updates)
+        while True:
+            number = versions.next_number(self.folder)
+            yield from self._aside(partial(versions.prepare, self.folder, number, state, self.name))
+            if versions.commit(self.folder, number, self.name):
+                return number, num_updates
 
-    def _begin_from(self, version: int) -> None:
-        state = versions.load_version(self.folder, version)
+    def close(self) -> None:
+        self._files.shutdown()
+        versions.forget_partial(self.folder, self.name)
+        self.trainer.close()
+
+    def _aside(self, work: Callable[[], Answer]) -> Generator[None, None, Answer]:
+        """In a thread, which goes on if the round is given up: nobody then looks at what comes of it."""
+        done = self._files.submit(work)
+        while wait([done], PIECE_S).not_done:
+            yield
+        return done.result()
+
+    def _begin_from(self, version: int) -> Generator[None, None, None]:
+        state = yield from self._aside(partial(versions.load_version, self.folder, version))
         if self._trained_from in (version - 1, version):
             self.trainer.finish()
             write_weights(self.trainer.model, state.weights.items())
             self.trainer.num_updates = state.num_updates
         else:
-            moments = versions.load_optimizer(self.folder, version)
+            moments = yield from self._aside(partial(versions.load_optimizer, self.folder, version))
             self.trainer.load_state_dict(state.tensors | moments, state.num_updates)
         self._trained_from, self._num_updates = version, state.num_updates
 

@@ -33,17 +33,50 @@ def publish(folder: Path, state: DrafterState, writer: str) -> int:
     """As the newest; its number. `state.step` is not looked at. `writer`: whoever writes at the same time has another
     name."""
     while True:
-        number = max(numbers(folder), default=-1) + 1
-        if _write(folder, number, state, writer):
-            for old in numbers(folder)[:-KEPT]:
-                shutil.rmtree(folder / _name(old), ignore_errors=True)
+        number = next_number(folder)
+        prepare(folder, number, state, writer)
+        if commit(folder, number, writer):
             return number
 
 
 def publish_first(folder: Path, state: DrafterState, writer: str) -> None:
     """As version 0, unless there is one already."""
     if not numbers(folder):
-        _write(folder, 0, state, writer)
+        prepare(folder, 0, state, writer)
+        commit(folder, 0, writer)
+
+
+def next_number(folder: Path) -> int:
+    return max(numbers(folder), default=-1) + 1
+
+
+def prepare(folder: Path, number: int, state: DrafterState, writer: str) -> None:
+    """All of the work of publishing, for a large drafter seconds: afterwards it is there, under a name of the writer's,
+    and nobody sees it."""
+    forget_partial(folder, writer)
+    partial = _partial(folder, writer)
+    try:
+        (partial / OPTIMIZER_FOLDER).mkdir(parents=True)
+        save(partial, replace(state, step=number, tensors=_part(state.tensors, is_weight=True)))
+        save(partial / OPTIMIZER_FOLDER, replace(state, step=number, tensors=_part(state.tensors, is_weight=False)))
+    except BaseException:
+        forget_partial(folder, writer)
+        raise
+
+
+def commit(folder: Path, number: int, writer: str) -> bool:
+    """What was prepared is the version of this number; False if there is such a version already."""
+    try:
+        os.rename(_partial(folder, writer), folder / _name(number))
+    except OSError:
+        if not (folder / _name(number)).is_dir():
+            raise
+        return False
+    finally:
+        forget_partial(folder, writer)
+    for old in numbers(folder)[:-KEPT]:
+        shutil.rmtree(folder / _name(old), ignore_errors=True)
+    return True
 
 
 def load_version(folder: Path, number: int) -> DrafterState:
@@ -86,30 +119,15 @@ def load_whole(folder: Path) -> DrafterState:
 
 def forget_partial(folder: Path, writer: str) -> None:
     """What somebody who died in the middle of it left behind."""
-    shutil.rmtree(folder / f"{TEMPORARY}{writer}", ignore_errors=True)
+    shutil.rmtree(_partial(folder, writer), ignore_errors=True)
+
+
+def _partial(folder: Path, writer: str) -> Path:
+    return folder / f"{TEMPORARY}{writer}"
 
 
 def _name(number: int) -> str:
     return f"{number:06d}"
-
-
-def _write(folder: Path, number: int, state: DrafterState, writer: str) -> bool:
-    """False if there is such a version already."""
-    forget_partial(folder, writer)
-    partial = folder / f"{TEMPORARY}{writer}"
-    try:
-        (partial / OPTIMIZER_FOLDER).mkdir(parents=True)
-        save(partial, replace(state, step=number, tensors=_part(state.tensors, is_weight=True)))
-        save(partial / OPTIMIZER_FOLDER, replace(state, step=number, tensors=_part(state.tensors, is_weight=False)))
-        try:
-            os.rename(partial, folder / _name(number))
-        except OSError:
-            if not (folder / _name(number)).is_dir():
-                raise
-            return False
-        return True
-    finally:
-        forget_partial(folder, writer)
 
 
 def _part(tensors: Mapping[str, Tensor], *, is_weight: bool) -> dict[str, Tensor]:

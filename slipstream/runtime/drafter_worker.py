@@ -95,7 +95,7 @@ class DrafterWorker:
 
     def close(self) -> None:
         self._end_task()
-        self._member.trainer.close()
+        self._member.close()
 
     def _train(self, message: TrainDrafter) -> Iterator[None]:
         yield from self._reader.read()

@@ -217,7 +217,7 @@ def test_the_selector_of_a_run_changes_no_number_and_its_choices_are_told(
     assert [event.payload for event in events].count(payload) == 1
     assert first_turn.payload == {"is_asked": True, "reason": "it has been taught"} and first_turn.step == 1
     html = (folder / "report.html").read_text()
-    assert "What pays, by how many sequences run" in html and "It was asked again, or left alone," in html
+    assert "What pays, by how many sequences run" in html and "Whether it is asked has changed" in html
 
 
 @pytest.mark.slow

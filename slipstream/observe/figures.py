@@ -196,7 +196,13 @@ def draft_yield(metrics: Metrics) -> Figure | None:
     if metrics.get("rollout/spec_accept_rate"):
         rate = _line("drafts that were right", metrics["rollout/spec_accept_rate"], AQUA)
         figure["data"].append(rate | {"yaxis": "y2", "hovertemplate": "%{y:.0%}"})
-        figure["layout"]["yaxis2"] = {"overlaying": "y", "side": "right", "range": [0, 1], "tickformat": ".0%"}
+        figure["layout"]["yaxis2"] = {
+            "overlaying": "y",
+            "side": "right",
+            "range": [0, 1],
+            "tickformat": ".0%",
+            "tickmode": "auto",
+        }
         figure["layout"]["yaxis2"] |= {"showgrid": False, "zeroline": False}
         figure["layout"]["margin"]["r"] = 48
     return figure

@@ -204,9 +204,10 @@ def _drafts(run_dir: Path, store: RunStore, metrics: Metrics) -> str:
     if gained is None or shares is None:
         return ""
     saved_s = sum(metrics.get("rollout/spec_saved_s", {}).values())
+    saved = f"{saved_s:.1f} s" if saved_s < 10 else format_duration(saved_s)
     note = (
-        f"at most {format_duration(saved_s)} of rollout saved, as estimated from the steps without drafts: what "
-        "sequences gained that others outlasted is in it"
+        f"at most {saved} of rollout saved, as estimated from the steps without drafts: what sequences gained that others "
+        "outlasted is in it"
         if saved_s > 0
         else ""
     )
@@ -225,11 +226,13 @@ def _drafts(run_dir: Path, store: RunStore, metrics: Metrics) -> str:
         most = 1 << (int(choice["batch"]) - 1).bit_length()  # sizes that the selector judges together
         least = most // 2 + 1
         is_matching = bool(choice.get("is_matching"))  # older runs have none
-        if "is not tried" in choice["reason"] and (most, is_matching) in newest:
-            continue  # says nothing new of what was chosen
+        says_why = "is not tried" not in choice["reason"]
+        if not says_why and (most, is_matching) in newest:
+            continue
         sizes = str(most) if least >= most else f"{least}-{most}"
         texts = "repeat others" if is_matching else "new"
-        newest[most, is_matching] = [sizes, texts, choice["strategy"], choice["reason"]]
+        reason = choice["reason"] if says_why else "nothing that was tried gives more"
+        newest[most, is_matching] = [sizes, texts, choice["strategy"], reason]
     rows = [newest[key] for key in sorted(newest)]
     table = page.table(("sequences", "texts", "way of drafting", "why"), rows)
     return html + page.card("What pays, by how many sequences run", table, "the last choice of each; all are events")
@@ -262,15 +265,12 @@ def _drafter(store: RunStore, metrics: Metrics) -> str:
     if turns and not turns[-1].payload["is_asked"]:
         text += f", and since step {turns[-1].step} it is left alone: {turns[-1].payload['reason']}"
     if turns:
-        text += f". It was asked again, or left alone, {len(turns):,} time(s), each with its reason in the events"
-    training = page.card("The drafter", page.sentence(text + "."))
-    right = figures.drafter_lessons(metrics)
-    if right is None:
-        return training
-    note = (
-        "of what it was taught in each step, before it learned from that; drafts are for other texts, and asked seldom"
-    )
-    return _grid("two", training, page.card("Right in its lessons", figures.figure_html(right), note))
+        text += f". Whether it is asked has changed {len(turns):,} time(s); each is in the events, with its reason"
+    html, right = page.sentence(text + "."), figures.drafter_lessons(metrics)
+    if right is not None:
+        html += page.sentence("Right in its lessons, in each step before it learned from them:")
+        html += figures.figure_html(right)
+    return page.card("The drafter", html)
 
 
 def _coloured_rollouts(run_dir: Path, store: RunStore) -> str:

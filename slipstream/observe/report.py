@@ -206,8 +206,8 @@ def _drafts(run_dir: Path, store: RunStore, metrics: Metrics) -> str:
     saved_s = sum(metrics.get("rollout/spec_saved_s", {}).values())
     saved = f"{saved_s:.1f} s" if saved_s < 10 else format_duration(saved_s)
     note = (
-        f"at most {saved} of rollout saved, as estimated from the steps without drafts: what sequences gained that others "
-        "outlasted is in it"
+        f"at most {saved} of rollout saved, as estimated from the steps without drafts: what sequences gained that "
+        "others outlasted is in it"
         if saved_s > 0
         else ""
     )

@@ -3,6 +3,7 @@
     python benchmarks/history_run.py --out benchmarks/results/history_run.json
     python benchmarks/history_run.py --recipe quickstart.yaml --max-new-tokens 128 --out quickstart.json
     python benchmarks/history_run.py --sources off,history,drafter,both --keep runs/drafts --out draft_run.json
+    python benchmarks/history_run.py --sources off,both --way 'both: 4 drafts, 8+ or model 4' --out ways.json
 
 The recipe's warm start comes first, on its own prompts, with responses as long as it has them; then, from the same
 weights, a run for each source of drafts over a few prompts of the same tasks that come up again in every epoch, trained
@@ -78,6 +79,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a checkpoint to start from, instead of the recipe's warm start")
     parser.add_argument("--max-new-tokens", type=int, default=2048)
     parser.add_argument("--sources", default="off,history", help="of draft.source; the first is what others compare to")
+    parser.add_argument(
+        "--way", action="append", default=[], metavar="'SOURCE: WAY'", help="then a run that never drafts otherwise"
+    )
     parser.add_argument("--keep", type=Path, help="a new folder for the runs; without it they are removed")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="of the recipe, for both runs")
@@ -98,7 +102,7 @@ def main() -> None:
     record = describe_machine(device, precision) | {"what": "benchmarks/history_run.py", **vars(arguments)}
     record["out"], record["keep"] = arguments.out.name, arguments.keep is not None
     record["model"] = arguments.model is not None
-    sources = arguments.sources.split(",")
+    sources = [*arguments.sources.split(","), *arguments.way]
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
         model = arguments.model
@@ -108,9 +112,11 @@ def main() -> None:
             model = warm / "checkpoints" / "step_1"
         runs: dict[str, list[dict[str, Any]]] = {}
         for source in sources:
+            of, _, way = source.partition(": ")
+            run = Path(folder, source.replace(": ", "-").replace(", ", "-").replace(" ", "_"))
             runs[source] = train(
                 recipe,
-                Path(folder, source),
+                run,
                 f"model={model}",
                 "warmup=null",
                 f"tasks.train={few_prompts(recipe, arguments.prompts)}",
@@ -118,9 +124,10 @@ def main() -> None:
                 f"sampling.max_new_tokens={arguments.max_new_tokens}",
                 "run.save_every=1000",
                 f"train.steps={arguments.epochs * steps_an_epoch}",
-                f"draft.source={source}",
+                f"draft.source={of}",
+                *([f"draft.way={way}"] if way else []),
             )[-arguments.epochs * steps_an_epoch :]
-            tokens, weights = tokens_of(Path(folder, source)), weights_of(Path(folder, source))
+            tokens, weights = tokens_of(run), weights_of(run)
             if source == sources[0]:
                 plain, plain_weights = tokens, weights
                 record |= {"rollouts": len(plain), "identical": {}, "same_weights": {}}

@@ -142,6 +142,9 @@ class Draft(Section):
     earlier rollouts of the prompt and the sequence itself. drafter: from a small model that learns from the policy as
     it trains. both: from the model where nothing in the history matches. How much is drafted is measured and chosen by
     the size of the batch, so that the last sequence ends soonest; where it does not pay, nothing is."""
+    way: str | None = None
+    """For measurements: one way of drafting throughout, as report.html calls it, e.g. "4 drafts, 8+ or model 4",
+    instead of what is measured to pay; none with more sequences than it is made for."""
     max_drafts: int = Field(32, ge=1, le=64)
     """Of one sequence in one step."""
     widths: Literal["odds", "aimd"] = "odds"

@@ -19,10 +19,10 @@ from slipstream.config import build_config
 from slipstream.draft import online, versions
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import WEIGHTS, DrafterState, load_drafter_state
-from slipstream.draft.selector import ASKING, MIXED_STRATEGIES, Choice, Selector
+from slipstream.draft.selector import ASKING, MIXED_STRATEGIES, Choice, Fixed, Selector
 from slipstream.draft.shelves import HISTORY, OWN_TEXT, SIBLING
 from slipstream.engine.engine import PAGE_TOKENS
-from slipstream.engine.strategy import OFF, Always, DraftCounts, Feeding, Strategy
+from slipstream.engine.strategy import OFF, Always, DraftCounts, Feeding, StepResult, Strategy
 from slipstream.history.format import HistoryStoreError
 from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_tokenizer
@@ -218,6 +218,51 @@ def test_the_selector_of_a_run_changes_no_number_and_its_choices_are_told(
     assert first_turn.payload == {"is_asked": True, "reason": "it has been taught"} and first_turn.step == 1
     html = (folder / "report.html").read_text()
     assert "What pays, by how many sequences run" in html and "Whether it is asked has changed" in html
+
+
+@pytest.mark.parametrize(
+    ("source", "way"),
+    [("history", "4 drafts, 1+"), ("both", "4 drafts, 8+ or model 4"), ("drafter", "4 drafts, model 4")],
+)
+def test_a_run_that_keeps_to_one_way_of_drafting_is_the_run_without(
+    source: str, way: str, without: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "on"
+    recipe = settings(folder, draft={"source": source, "way": way}, drafter={"updates": 1, "lr": 4e-3})
+    run_training(build_config(recipe | {"train": recipe["train"] | {"steps": 3}}), quiet=True)
+    assert set(rollouts(folder)) < set(rollouts(without)) and told(folder)[:3] == told(without)[:3]
+    drafted = [row["rollout/spec_drafted"] for row in rows_of(folder) if row["step"] > 0]
+    assert (drafted[0] == 0) == (source != "history"), "a drafter is asked once it has learned"
+    assert min(drafted[1:]) > 50, "whatever it costs"
+    with RunStore(folder, read_only=True) as store:
+        assert store.events("DraftChosen") == [] == store.events("DrafterAsked")
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        ({"source": "history", "way": "4 drafts"}, "write one of '0.5 drafts, 2+', '1 drafts, 2+'"),
+        ({"source": "drafter", "way": "4 drafts, 1+"}, "with draft.source=drafter; write one of '1 drafts, model 1'"),
+    ],
+)
+def test_a_way_that_does_not_exist_is_answered_with_those_that_do(
+    draft: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"draft\.way: there is no") as caught:
+        run_training(build_config(settings(tmp_path / "run", draft=draft)), quiet=True)
+    assert words in str(caught.value) and not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_one_way_is_kept_with_as_many_sequences_as_it_is_made_for(tmp_path: Path) -> None:
+    tree = next(way for way in MIXED_STRATEGIES if way.branches > 1)
+    selector = Fixed(tree, has_model=False)
+    assert selector.best(4) == OFF and selector.feed(4) == Feeding.NOTHING
+    selector.note_new_model()
+    assert (selector.choose(8), selector.choose(9)) == (tree, OFF) and selector.feed(9) == Feeding.KEYS
+    for _ in range(300):
+        assert selector.choose(8) == tree
+        selector.observe(StepResult(8, tree, 1.0, 5.0, False, 0.0))
+    assert selector.take_choices() == [] == selector.take_turns()
 
 
 @pytest.mark.slow

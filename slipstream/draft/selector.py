@@ -384,3 +384,32 @@ class Selector:
                 bucket.left_out.add(way)
                 reason = f"{way} is not tried: {bucket.hope(way):.2f} times the tokens of this at best"
                 self.choices.append(Choice(batch, bucket.best, reason, bucket.is_matching))
+
+
+class Fixed(Selector):
+    """One way throughout, for measurements: with as many sequences as it is made for, once there is a model if it asks
+    one. It is never given up."""
+
+    def __init__(self, way: Strategy, *, has_price: bool = False, has_model: bool = True) -> None:
+        super().__init__((OFF, way), has_price=has_price, has_model=has_model)
+        self._way, self._has_model = way, has_model
+
+    def choose(self, batch: int, is_matching: bool = False) -> Strategy:
+        return self.best(batch, is_matching)
+
+    def best(self, batch: int, is_matching: bool = False) -> Strategy:
+        return self._way if self._way in self.ways(batch) and (self._has_model or not self._way.depth) else OFF
+
+    def feed(self, batch: int) -> Feeding:
+        return Feeding.KEYS if self._way.depth and self._has_model else Feeding.NOTHING
+
+    def note_new_model(self) -> None:
+        super().note_new_model()
+        self._has_model = True
+
+    def take_turns(self) -> list[Turn]:
+        """None: whatever it would be, it is asked."""
+        return []
+
+    def take_choices(self) -> list[Choice]:
+        return []

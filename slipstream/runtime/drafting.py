@@ -18,11 +18,11 @@ from slipstream.draft.history import HistoryDrafter, Past
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import DRAFTER_FILE, DrafterState, DrafterStateLost, load_drafter_state, names_in
-from slipstream.draft.selector import ASKING, DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES, Selector
+from slipstream.draft.selector import ASKING, DEFAULT_STRATEGIES, MIXED_STRATEGIES, MODEL_STRATEGIES, Fixed, Selector
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
 from slipstream.engine.engine import Engine
-from slipstream.engine.strategy import DraftCounts
+from slipstream.engine.strategy import OFF, DraftCounts, Strategy
 from slipstream.history.format import FILE_NAME, HistoryStoreError
 from slipstream.history.store import HistoryStore, PastRollout
 from slipstream.history.takeover import find_source
@@ -73,11 +73,31 @@ def build_drafter(config: Config, past: Past | None, device: torch.device) -> Hi
 
 def build_selector(config: Config, device: torch.device) -> Selector:
     """Chooses among the ways of drafting that the recipe has."""
+    has_price, has_model = device.type == "cuda", config.drafter.warm_from is not None
+    fixed = fixed_way(config)
+    if fixed is not None:
+        return Fixed(fixed, has_price=has_price, has_model=has_model)
+    return Selector(ways_of(config), has_price=has_price, has_model=has_model)
+
+
+def ways_of(config: Config) -> list[Strategy]:
     most = config.draft.max_drafts
     ways = [way for way in STRATEGIES[config.draft.source] if way.depth <= most]
     # With twice as many drafts as a sequence may have, a chain is the one before it once more.
-    ways = [way for way in ways if way.branches > 1 or way.drafts_each < 2 * most]
-    return Selector(ways, has_price=device.type == "cuda", has_model=config.drafter.warm_from is not None)
+    return [way for way in ways if way.branches > 1 or way.drafts_each < 2 * most]
+
+
+def fixed_way(config: Config) -> Strategy | None:
+    """What draft.way names; ValueError if that is none of those that draft.source has."""
+    if config.draft.way is None or config.draft.source == "off":
+        return None
+    ways = {str(way): way for way in ways_of(config) if way != OFF}
+    if config.draft.way not in ways:
+        raise ValueError(
+            f"draft.way: there is no {config.draft.way!r} with draft.source={config.draft.source}; write one of "
+            f"{', '.join(map(repr, ways))}, or draft.source=off"
+        )
+    return ways[config.draft.way]
 
 
 def known_ways(run_state: Mapping[str, Any], learner: DrafterTrainer | None) -> dict[str, object]:

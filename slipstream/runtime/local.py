@@ -39,6 +39,7 @@ from slipstream.runtime.drafting import (
     build_selector,
     check_kind,
     check_warm_history,
+    fixed_way,
     known_ways,
     learns,
     open_history,
@@ -142,6 +143,7 @@ def _train_once(
             temperature=config.sampling.temperature,
             max_new_tokens=limit,
         )
+        fixed_way(config)  # which says what is wrong with it
         check_warm_history(config)
         warm = warm_drafter(config, model.config) if checkpoint is None else None
         if checkpoint is not None:

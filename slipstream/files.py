@@ -20,8 +20,8 @@ def replacing(path: Path, *, flush_name: bool = True) -> Iterator[Path]:
     partial = path.with_name(f"{TEMPORARY}{path.name}")
     try:
         yield partial
-        flush(partial)
         open_to_readers(partial)
+        flush(partial)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -33,7 +33,9 @@ def replacing(path: Path, *, flush_name: bool = True) -> Iterator[Path]:
 def open_to_readers(path: Path) -> None:
     """With the mode that a new file has here: a library that writes tensors may give them to their owner alone, and
     whoever serves a model is often another user."""
-    path.chmod(0o666 & ~_UMASK)
+    mode = path.stat().st_mode
+    if mode | (0o666 & ~_UMASK) != mode:
+        path.chmod(mode | (0o666 & ~_UMASK))
 
 
 def flush(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.draft.throttle import ALIKE
 from slipstream.runtime.tail import PUBLISH_EVERY, TAIL_SEQUENCES, TailTrainer
 from slipstream.schedule.events import (
     EndSession,
@@ -149,7 +150,7 @@ def test_calls_that_launch_ahead_or_catch_up_say_nothing_of_how_long_a_step_take
     device.now_s += 40 * STEP_S
     tail.after_step(4, 0, 2)
     assert tail.throttle.num_steps == num_steps and device.num_started == num_started
-    quiet_s = list(tail.throttle._quiet_s[None])
+    quiet_s = list(tail.throttle._quiet_s[ALIKE])
     assert quiet_s == pytest.approx([STEP_S] * len(quiet_s)) and quiet_s
     device.finish()
     for _ in range(8):

@@ -36,10 +36,13 @@ class Reader:
         """Rollouts that wait to be read."""
         return len(self._old) + len(self._new)
 
-    def add(self, rollout: Rollout) -> None:
+    def add(self, rollout: Rollout) -> bool:
+        """False if there is nothing to learn from it: the last token is asked nothing of."""
+        if len(rollout.token_ids) < 2:
+            return False
         ids = (*rollout.request.prompt_ids, *rollout.token_ids)
-        if len(rollout.token_ids) > 1:  # the last token is asked nothing of
-            self._new.append((ids[:-1], len(rollout.token_ids)))
+        self._new.append((ids[:-1], len(rollout.token_ids)))
+        return True
 
     def new_policy(self) -> None:
         """Its weights have changed."""

@@ -19,9 +19,11 @@ from statistics import median
 REMEMBERED_QUIET, REMEMBERED_BUSY = 9, 15
 """Steps of a kind without an update, and of any beside one, that the medians are of."""
 LEAST_QUIET = 4
-"""Steps of a kind without an update in a tail, before one starts beside such steps."""
+"""Steps of a kind without an update in a tail, before one starts beside such steps, or is judged by them."""
 LONGEST_BUSY = 16
 """Steps after which one without an update is waited for."""
+ALIKE = "alike"
+"""The kind of steps that nobody tells apart."""
 TO_SPARE = 0.25
 """Of the bound: steps vary, and whoever looks for room for an update finds it where those to compare with were slow by
 chance; the last update of a tail may cost more than most."""
@@ -34,7 +36,7 @@ class Throttle:
         self._aim = (1 - TO_SPARE) * bound
         self._quiet_s: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED_QUIET))
         """By kind."""
-        self._kind: Hashable = None
+        self._kind: Hashable = ALIKE
         """Of the last step."""
         self._ratios: deque[float] = deque(maxlen=REMEMBERED_BUSY)
         """Of steps beside an update to those without one at that time."""
@@ -66,22 +68,24 @@ class Throttle:
         """Of the tail so far, all its steps together."""
         return self.lost_s / self._usual_s if self._usual_s else 0.0
 
-    def step_took(self, seconds: float, *, beside_update: bool, kind: Hashable = None) -> None:
-        """`kind`: steps of one kind take as long as each other."""
+    def step_took(self, seconds: float, *, beside_update: bool, kind: Hashable = ALIKE) -> None:
+        """`kind`: steps of one kind take as long as each other; None: as no other."""
         self.num_steps += 1
-        self._kind, quiet_s = kind, self._quiet_s[kind]
+        self._kind = kind
+        quiet_s = self._quiet_s[kind] if kind is not None else deque[float]()
         if not beside_update:
-            self._since_quiet = 0
+            if kind is not None:
+                self._since_quiet = 0
             quiet_s.append(seconds)
             self._usual_s += seconds
             return
         self.num_busy += 1
         self.busy_s += seconds
         self._since_quiet += 1
-        if quiet_s:
+        if len(quiet_s) >= LEAST_QUIET:
             usual_s = median(quiet_s)
             self._ratios.append(seconds / usual_s)
-        else:  # such steps began while the update ran
+        else:  # a single one may have taken any time, e.g. while a graph was made
             usual_s = seconds / (1.0 + max(0.0, self._expected_cost))
         self._usual_s += usual_s
         self.lost_s += seconds - usual_s
@@ -90,7 +94,7 @@ class Throttle:
         """Another update; to be asked while none runs."""
         if self.num_updates:
             self._steps_each = max(1.0, self.num_busy / self.num_updates)
-        quiet_s = self._quiet_s[self._kind]
+        quiet_s = self._quiet_s[self._kind] if self._kind is not None else ()
         if len(quiet_s) < LEAST_QUIET or self._since_quiet >= LONGEST_BUSY:
             return False
         cost = self._expected_cost

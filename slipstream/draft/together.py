@@ -22,7 +22,14 @@ from torch import Tensor
 
 from slipstream.draft import versions
 from slipstream.draft.online import DrafterTrainer
-from slipstream.draft.saved import WEIGHTS, DrafterState, DrafterStateLost, load_drafter_state, save_drafter_state
+from slipstream.draft.saved import (
+    DRAFTER_FILE,
+    WEIGHTS,
+    DrafterState,
+    DrafterStateLost,
+    load_drafter_state,
+    save_drafter_state,
+)
 from slipstream.models.weights import write_weights
 
 Answer = TypeVar("Answer")
@@ -103,7 +110,8 @@ class Member:
             raise RuntimeError(f"the drafter of {self.name} has weights that are not numbers")
         share_folder.mkdir(parents=True, exist_ok=True)
         share = DrafterState(version, num_made, self.target_digest, weights)
-        yield from self._aside(partial(save_drafter_state, share_folder, share))
+        forget = partial((share_folder / DRAFTER_FILE).unlink, missing_ok=True)
+        yield from self._aside(partial(save_drafter_state, share_folder, share), forget)
         return num_made
 
     def give_up(self) -> int:
@@ -131,7 +139,8 @@ class Member:
         state = self._state(tensors | moments, num_updates)
         while True:
             number = versions.next_number(self.folder)
-            yield from self._aside(partial(versions.prepare, self.folder, number, state, self.name))
+            forget = partial(versions.forget_partial, self.folder, self.name)
+            yield from self._aside(partial(versions.prepare, self.folder, number, state, self.name), forget)
             if versions.commit(self.folder, number, self.name):
                 return number, num_updates
 
@@ -140,11 +149,17 @@ class Member:
         versions.forget_partial(self.folder, self.name)
         self.trainer.close()
 
-    def _aside(self, work: Callable[[], Answer]) -> Generator[None, None, Answer]:
-        """In a thread, which goes on if the round is given up: nobody then looks at what comes of it."""
+    def _aside(
+        self, work: Callable[[], Answer], forget: Callable[[], None] = lambda: None
+    ) -> Generator[None, None, Answer]:
+        """In a thread, which goes on if the round is given up; what comes of it is then forgotten."""
         done = self._files.submit(work)
-        while wait([done], PIECE_S).not_done:
-            yield
+        try:
+            while wait([done], PIECE_S).not_done:
+                yield
+        except GeneratorExit:
+            self._files.submit(forget)
+            raise
         return done.result()
 
     def _begin_from(self, version: int) -> Generator[None, None, None]:

@@ -141,7 +141,7 @@ class Engine:
         self._paused = False
         self._weight_memory = WeightMemory(model, self.fusion)
         self.last_kind: Hashable = None
-        """Of the step that was read last: those of a kind take as long as each other."""
+        """Of the step that was read last: those of a kind take as long as each other; None: as no other."""
         self._prefill_tokens = self._num_forwards = 0
         self._draft_counts = DraftCounts()
         self._forward_s = self._prefill_s = 0.0

@@ -206,8 +206,9 @@ class Launched:
 
     @property
     def kind(self) -> Hashable:
-        """Steps of one kind take about as long as each other."""
-        return size_of(self.drafts.batch), self.drafts.strategy, self.drafts.feeding, self.plan.num_prefilled > 0
+        """Steps of one kind take about as long as each other; those with prompts (None) as no other."""
+        drafts = self.drafts
+        return None if self.plan.num_prefilled else (size_of(drafts.batch), drafts.strategy, drafts.feeding)
 
     def seconds_since(self, earlier: torch.cuda.Event | float) -> float:
         """From the end of another step to its own."""

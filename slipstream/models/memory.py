@@ -38,5 +38,10 @@ class WeightMemory:
         """Taken again for weights that are written in the meantime. If that fails, they are still not there."""
         for storage, num_bytes in self._given_back or ():
             storage.resize_(num_bytes)
-        yield
+        try:
+            yield
+        except BaseException:
+            for storage, _ in self._given_back or ():
+                storage.resize_(0)
+            raise
         self._given_back = None

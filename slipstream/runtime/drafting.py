@@ -29,11 +29,9 @@ from slipstream.history.takeover import find_source
 from slipstream.models.rendering import prompt_key
 from slipstream.observe.metrics import draft_share_name
 from slipstream.runtime.drafters import SavedDrafter, check_fit, find_drafter
-from slipstream.runtime.folder import LESSONS_FOLDER
 from slipstream.runtime.rollouts import GradedGroup
 from slipstream.schedule.events import DraftChosen, DrafterAsked, DraftRecord
 from slipstream.train.checkpoint import earlier_checkpoints
-from slipstream.train.trainer import Trainer
 from slipstream.types import ORIGIN_NAMES, Scored
 
 SHOWN_PLACES = (0, 1, 3, 7, 15)
@@ -169,15 +167,6 @@ def drafter_trainer_for(config: Config, policy: PreTrainedModel, lessons: Path, 
         kind=config.drafter.kind,
         seed=seed,
     )
-
-
-def build_drafter_trainer(config: Config, trainer: Trainer) -> DrafterTrainer:
-    """It is shown what the trainer computes."""
-    learner = drafter_trainer_for(config, trainer.model, config.run.dir / LESSONS_FOLDER, config.seed)
-    trainer.on_hidden = lambda batch, hidden_TD: learner.collect(
-        batch.token_ids_T, batch.lengths, batch.response_lengths, hidden_TD
-    )
-    return learner
 
 
 def draft_with(engine: Engine, weights: Iterable[tuple[str, Tensor]], *, is_taught: bool = True) -> None:

@@ -35,10 +35,10 @@ from slipstream.runtime.control import CONTROL_FILE
 from slipstream.runtime.crew import TrainerLost
 from slipstream.runtime.drafters import SavedDrafter
 from slipstream.runtime.drafting import (
-    build_drafter_trainer,
     build_selector,
     check_kind,
     check_warm_history,
+    drafter_trainer_for,
     fixed_way,
     known_ways,
     learns,
@@ -53,7 +53,7 @@ from slipstream.runtime.drafting import (
 from slipstream.runtime.driver import drive
 from slipstream.runtime.engines import build_engine, choose_device
 from slipstream.runtime.evaluation import Interrupted
-from slipstream.runtime.folder import REFERENCE_FOLDER, VERSIONS_FOLDER, RunFolder
+from slipstream.runtime.folder import LESSONS_FOLDER, REFERENCE_FOLDER, VERSIONS_FOLDER, RunFolder
 from slipstream.runtime.heap import give_back, still_heap
 from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.pool import WorkerBroke
@@ -298,7 +298,8 @@ class _Run:
         """One that learns goes on from the checkpoint; a new run may take another's weights. So does what is known of
         ways to draft."""
         if learns(self.config):
-            self.learner = build_drafter_trainer(self.config, self.trainer)
+            lessons = self.config.run.dir / LESSONS_FOLDER
+            self.learner = drafter_trainer_for(self.config, self.trainer.model, lessons, self.config.seed)
             if checkpoint is not None:
                 begin_with = partial(warm_drafter, self.config, self.model.config)
                 restore_drafter(self.learner, checkpoint.path, fingerprint(self.model), begin_with)
@@ -357,7 +358,7 @@ class _Run:
             return None
         state = DrafterState(0, learner.num_updates, fingerprint(self.model), learner.state_dict())
         versions.publish_first(folder, state, "driver")
-        self.learner, self.trainer.on_hidden = None, None
+        self.learner = None
         learner.close()
         return learner.num_updates
 

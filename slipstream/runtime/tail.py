@@ -9,15 +9,10 @@ starts no more, so that at most the one under way is finished.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from slipstream.draft.online import LESSON_TOKENS, DrafterTrainer
-from slipstream.draft.reading import Reader
-from slipstream.draft.throttle import Throttle
-from slipstream.engine.engine import Engine
-from slipstream.rng import keyed_random
-from slipstream.runtime.drafting import Publisher
+from slipstream.draft.throttle import ALIKE, Throttle
 from slipstream.schedule.coordinator import Coordinator
 from slipstream.schedule.events import (
     CoordinatorEvent,
@@ -31,7 +26,6 @@ from slipstream.schedule.events import (
     StopTraining,
     TrainRound,
 )
-from slipstream.types import Rollout
 
 WORKER = "local"
 TAIL_SEQUENCES = 32
@@ -85,7 +79,7 @@ class TailTrainer:
         """So many texts of a step were collected."""
         self._tell(LessonsAdded(count))
 
-    def after_step(self, num_running: int, num_waiting: int, num_unread: int = 0, kind: Hashable = None) -> None:
+    def after_step(self, num_running: int, num_waiting: int, num_unread: int = 0, kind: Hashable = ALIKE) -> None:
         """The engine has taken a step, and has this many sequences left, and steps launched and not yet read; those of
         the `kind` of the last one that was read take as long as each other."""
         now_s = self._clock()
@@ -173,58 +167,3 @@ class TailTrainer:
         self._publish()
         self._learner.follow()
         self._num_unpublished = 0
-
-
-class Learning:
-    """The drafter's training in the course of a step: in the tail of the rollout, and what is left of it afterwards."""
-
-    def __init__(
-        self,
-        trainer: DrafterTrainer,
-        reader: Reader,
-        engine: Engine,
-        updates: int,
-        record: Callable[[Item], None],
-    ) -> None:
-        """`reader`: of rollouts that the policy's training does not show the trainer."""
-        self._trainer, self._reader, self._updates = trainer, reader, updates
-        self._publisher = Publisher(trainer, engine)
-        self.tail = TailTrainer(trainer, self._publisher.publish, updates=updates, record=record)
-        self._num_in_tail = 0
-
-    def ensure_published(self) -> None:
-        """The engine has weights, and is to have a drafter from the first step on."""
-        self._publisher.ensure()
-
-    def make_way(self, *, for_sampling: bool) -> None:
-        """Something else is about to be done; beside sampling, the update under way may still run."""
-        if for_sampling:
-            self.tail.recall()
-        else:
-            self.tail.stop()
-
-    def end_rollout(self) -> dict[str, float]:
-        self._num_in_tail, metrics = self.tail.take()
-        return metrics | self._publisher.metrics()
-
-    def begin_training(self) -> None:
-        """The policy's, which shows its hidden states."""
-        self._trainer.begin_step()
-
-    def end_training(self, unseen: Iterable[Rollout]) -> dict[str, float]:
-        """`unseen`: rollouts of the step that taught the policy nothing, as where all of a group failed. A drafter is
-        to draft them too, so some by chance are read, with as many tokens as all updates together look at."""
-        waiting, num_read, room = list(unseen), 0, self._updates * LESSON_TOKENS
-        keyed_random("unseen", self._trainer.num_updates).shuffle(waiting)
-        for rollout in waiting:
-            if room <= 0:
-                break
-            room -= len(rollout.request.prompt_ids) + len(rollout.token_ids)
-            self._reader.add(rollout)
-            num_read += 1
-        for _ in self._reader.read():
-            pass
-        self._trainer.train(max(0, self._updates - self._num_in_tail))
-        self._publisher.publish()
-        self.tail.add_lessons(self._trainer.lessons.num_new)
-        return self._trainer.take_metrics() | {"drafter/texts_read": float(num_read)}

@@ -13,7 +13,6 @@ from typing import Any
 
 from slipstream.config import Config
 from slipstream.draft.online import DrafterTrainer
-from slipstream.draft.reading import Reader
 from slipstream.draft.selector import Selector
 from slipstream.engine.engine import Engine
 from slipstream.engine.strategy import DraftCounts
@@ -26,8 +25,8 @@ from slipstream.observe.reports import Reports
 from slipstream.observe.store import RunStore
 from slipstream.runtime.drafting import draft_choices, draft_metrics, remember
 from slipstream.runtime.evaluation import Interrupted, evaluate_sets
+from slipstream.runtime.learning import Learning
 from slipstream.runtime.rollouts import GradedGroup, RolloutDesk, metrics_of, scored_fact, store_groups, train_samples
-from slipstream.runtime.tail import Learning
 from slipstream.schedule.events import (
     Action,
     Evaluate,
@@ -50,7 +49,7 @@ from slipstream.schedule.events import (
 from slipstream.schedule.order import PromptOrder
 from slipstream.tasks.grading import check_faults
 from slipstream.train.trainer import Trainer
-from slipstream.types import Prompt, Rollout, SamplingParams
+from slipstream.types import Prompt, Rollout, SamplingParams, TrainSample
 
 MATCHED_ROLLOUTS = 4
 """With engine.exact off: rollouts a step that are sampled again alone, to say how many tokens depend on the batch."""
@@ -95,10 +94,7 @@ class LocalWorld:
         self._config = config
         self._engine, self._trainer, self._desk = engine, trainer, desk
         self._selector, self._history = selector, history
-        self._learner = None
-        if learner is not None:
-            reader = Reader(learner, trainer.policy.hidden, tokens_at_once=config.train.micro_batch_tokens)
-            self._learner = Learning(learner, reader, engine, config.drafter.updates, self._note)
+        self._learner = None if learner is None else Learning(learner, trainer, engine, config, self._note)
         self._ledger = Ledger()
         self._ledger.arrive(DEVICE, time.perf_counter())
         self._draft_s = 0.0
@@ -211,17 +207,25 @@ class LocalWorld:
                 self._row["rollout/token_match"] = self._desk.token_match(asked)
         samples = train_samples([by_position[position] for position in action.positions], self._config.algorithm)
         self._row["train/groups"] = float(len(action.positions))
-        if not samples:
-            self._console.note(f"step {action.step}: no group with a reward signal; the weights stay as they are")
-            self._trainer.skip_step()
-            return [StepTrained(action.step)]
-        num_tokens = sum(len(sample.response_ids) for sample in samples)
-        if self._config.engine.sleep != "off":
+        if self._config.engine.sleep != "off" and (samples or self._learner is not None):
             with self._timed("sleep"):
                 self._engine.sleep(weights=self._config.engine.sleep == "all")
         if self._learner is not None:
             self._learner.begin_training()
-        with self._timed("update_actor"), self._console.phase(f"step {action.step} training", num_tokens) as advance:
+        if samples:
+            self._update(action.step, samples)
+        else:
+            self._console.note(f"step {action.step}: no group with a reward signal; the weights stay as they are")
+            self._trainer.skip_step()
+        if self._learner is not None:
+            with self._timed("update_drafter"):
+                rollouts = (result.rollout for group in groups for result in group.results)
+                self._row |= self._learner.end_training(action.step, rollouts)
+        return [StepTrained(action.step)]
+
+    def _update(self, step: int, samples: Sequence[TrainSample]) -> None:
+        num_tokens = sum(len(sample.response_ids) for sample in samples)
+        with self._timed("update_actor"), self._console.phase(f"step {step} training", num_tokens) as advance:
             done = 0
 
             def on_progress(tokens_done: int, _: int) -> None:
@@ -230,12 +234,6 @@ class LocalWorld:
                 done = tokens_done
 
             self._row |= self._trainer.step(samples, on_progress)
-        if self._learner is not None:
-            with self._timed("update_drafter"):
-                taught = {sample.uid for sample in samples if self._trainer.policy.teaches(sample)}
-                rollouts = (result.rollout for group in groups for result in group.results)
-                self._row |= self._learner.end_training(one for one in rollouts if one.request.uid not in taught)
-        return [StepTrained(action.step)]
 
     def _book_rollout(self, counts: DraftCounts) -> dict[str, float]:
         """Metrics of the time it took, which goes to its accounts."""

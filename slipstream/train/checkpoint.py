@@ -205,9 +205,9 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 def _flush_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
-        flush(path)
         if path.is_file():
             open_to_readers(path)
+        flush(path)
     flush(folder)
 
 

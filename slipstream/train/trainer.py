@@ -166,7 +166,7 @@ class Trainer:
     def finish_step(self, on_progress: Progress | None = None) -> dict[str, float]:
         """`updates_per_step` optimizer updates, each on its share of the groups in the order they were fed.
 
-        Metrics of tokens (entropy, mismatch) are means over the samples that were computed, see `_teaches`.
+        Metrics of tokens (entropy, mismatch) are means over the samples that were computed, see `Policy.teaches`.
         """
         step = self._opened()
         with self._or_abandon(), self._as_promised():

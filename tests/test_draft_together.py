@@ -209,12 +209,19 @@ def test_who_is_called_away_while_a_file_is_written_waits_for_none_of_it(
     assert [next(round_) for _ in range(20)] == [None] * 20, "it only waits by now"
     round_.close()
     may_write.set()
+    a._files.submit(lambda: None).result()
+    assert not (tmp_path / "a" / DRAFTER_FILE).exists(), "it is forgotten"
     assert done(a.train(0, 1, tmp_path / "a"), most=10**6) == 1
     may_write.clear()
     lead = a.lead([Share(tmp_path / "a", 1)])
     assert [next(lead) for _ in range(20)] == [None] * 20 and versions.numbers(a.folder) == [0]
     lead.close()
+    b = member("b", tmp_path / "versions", seed=1)
+    given_up = b.lead([Share(tmp_path / "a", 1)])
+    assert next(given_up) is None
+    given_up.close()
     may_write.set()
+    b.close()
     assert done(a.lead([Share(tmp_path / "a", 1)]), most=10**6) == (1, 1) and versions.numbers(a.folder) == [0, 1]
     a.close()
     assert {path.name for path in a.folder.iterdir()} == {"000000", "000001"}, "and nothing half done"

@@ -15,7 +15,7 @@ from test_runtime_pool import GROUPS, SLOTS, Clock, LocalLink, Shelf, Stage, con
 from tiny_models import group, small_llama
 from transformers import PreTrainedModel
 
-from slipstream.draft import online, versions
+from slipstream.draft import online, together, versions
 from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.learned import ModelGuesser
 from slipstream.draft.online import DrafterTrainer
@@ -45,6 +45,11 @@ FEW, LATER = GROUPS[:3], [group("2/9", (9, 8, 7), 3)]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setattr(online, "LESSON_TOKENS", 64)
+
+
+@pytest.fixture(autouse=True)
+def files_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "PIECE_S", 60.0)
 
 
 class LearningLink(LocalLink):

@@ -34,6 +34,10 @@ def always_half(completions: list[str]) -> list[float]:
     return [0.5] * len(completions)
 
 
+def half_unless_short(completion_ids: list[list[int]]) -> list[float]:
+    return [0.5 if len(ids) > 20 else 1.0 for ids in completion_ids]
+
+
 async def slow_is_fine(completions: list[str], answer: list[str]) -> list[float]:
     await asyncio.sleep(0.01)
     return [float(text == expected) for text, expected in zip(completions, answer, strict=True)]

@@ -164,9 +164,10 @@ class Drafter(Section):
     """A folder of `slipstream train-drafter`, or a run with a drafter: a new run's drafter begins with its weights."""
     updates: int = Field(16, ge=0)
     """For each step of training. On a GPU as many as possible run beside the last sequences of its rollout, without
-    slowing them by more than 3 %; the others, and all on a CPU, come after it, on texts of that step. With mode=sync,
-    async or rhyme: of each worker, on its own rollouts, while it has nothing to sample; in two rounds, after which they
-    average what they have learned. If there was time for none, all make up for it when they get new weights."""
+    slowing them by more than 3 %; the others, and all on a CPU, come after it, on texts of that step: those the policy
+    learns from, and as many others as they can look at. With mode=sync, async or rhyme: of each worker, on its own
+    rollouts, while it has nothing to sample; in two rounds, after which they average what they have learned. If there
+    was time for none, all make up for it when they get new weights."""
     least_idle: int = Field(1, ge=1)
     """With mode=sync, async or rhyme: so many workers must have nothing to sample before they begin to train it."""
     lr: float = Field(3e-4, gt=0)

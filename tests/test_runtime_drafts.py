@@ -21,6 +21,7 @@ from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import WEIGHTS, DrafterState, load_drafter_state
 from slipstream.draft.selector import ASKING, MIXED_STRATEGIES, Choice, Fixed, Selector
 from slipstream.draft.shelves import HISTORY, OWN_TEXT, SIBLING
+from slipstream.draft.throttle import Throttle
 from slipstream.engine.engine import PAGE_TOKENS
 from slipstream.engine.strategy import OFF, Always, DraftCounts, Feeding, StepResult, Strategy
 from slipstream.history.format import HistoryStoreError
@@ -208,6 +209,13 @@ def test_a_run_that_trains_in_the_tail_samples_the_same(tmp_path: Path, monkeypa
     monkeypatch.setattr(Selector, "choose", lambda self, batch, is_matching: Strategy(4.0, 0, 4))
     monkeypatch.setattr(DrafterTrainer, "trains_aside", True)
     monkeypatch.setattr(tail_module, "MOST_SLOWDOWN", 1e6)
+    kinds, step_took = set[Any](), Throttle.step_took
+
+    def note_kind(self: Throttle, seconds: float, *, beside_update: bool, kind: Any) -> None:
+        kinds.add(kind)
+        step_took(self, seconds, beside_update=beside_update, kind=kind)
+
+    monkeypatch.setattr(Throttle, "step_took", note_kind)
     short = {"warmup": None, "train": settings(tmp_path)["train"] | {"steps": 2}}
     run_training(build_config(settings(tmp_path / "off", **short)), quiet=True)
     drafter = {"updates": 2, "memory_gb": 1e-9}
@@ -220,6 +228,7 @@ def test_a_run_that_trains_in_the_tail_samples_the_same(tmp_path: Path, monkeypa
     assert [row["drafter/updates"] for row in rows] == [2.0, 4.0], "what was not done in the tail is done after it"
     assert [row["drafter/version"] for row in rows] == [0.0, 4.0]
     assert [row["drafter/behind"] for row in rows] == [0.0, 0.0]
+    assert {4, 8} <= {kind[0] for kind in kinds if kind is not None}, "told apart by how many sequences there are"
     with RunStore(tmp_path / "on", read_only=True) as store:
         assert [event.step for event in store.events("TrainRound")] == [1]
         assert len(store.events("Lend")) == len(store.events("Recall")) >= 1 and len(store.events("Publish")) == 1

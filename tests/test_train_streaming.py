@@ -157,6 +157,24 @@ def test_hidden_states_are_shown_once_and_idle_samples_spared(updates_per_step: 
     assert sorted(shown) == sorted(taught)
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_hidden_states_that_are_asked_for_are_those_of_the_gradients_forward(precision: str) -> None:
+    trainer = make_trainer(precision=precision)
+    before, compared = weights(trainer).clone(), list[bool]()
+
+    def show(batch: MicroBatch, hidden_TD: Tensor) -> None:
+        asked_TD = trainer.policy.hidden(batch.token_ids_T, batch.lengths)
+        compared.append(torch.equal(asked_TD, hidden_TD) and not asked_TD.requires_grad)
+        compared.append(bool(asked_TD.abs().sum() > 0))
+
+    trainer.on_hidden = show
+    trainer.begin_step()
+    trainer.feed(flat(make_groups()))
+    assert len(compared) > 4 and all(compared) and torch.equal(weights(trainer), before)
+    trainer.abandon_step()
+
+
 @pytest.mark.parametrize("updates_per_step", [1, 2, 3])
 def test_a_step_without_any_advantage_moves_by_momentum_alone(updates_per_step: int) -> None:
     trainer = make_trainer(updates_per_step=updates_per_step, weight_decay=0.0)

@@ -262,7 +262,7 @@ def _drafter(store: RunStore, metrics: Metrics) -> str:
     if drafted:
         text += f". In the last step {drafted[max(drafted)]:.1%} of all tokens were its drafts"
     turns = store.events("DrafterAsked")
-    if turns and not turns[-1].payload["is_asked"]:
+    if turns and not turns[-1].payload["is_asked"] and not metrics.get("workers/drafter_s"):  # each decides for itself
         text += f", and since step {turns[-1].step} it is left alone: {turns[-1].payload['reason']}"
     if turns:
         text += f". Whether it is asked has changed {len(turns):,} time(s); each is in the events, with its reason"

@@ -50,7 +50,8 @@ def train(
     With mode=sync, async or rhyme, rollout.workers processes sample beside train.ranks that train: on this machine, a
     GPU each while there are enough, or with runtime=ray as actors on the Ray cluster of RAY_ADDRESS, or on its own.
     """
-    from slipstream.config import collect_overrides, dump_config, load_config
+    from slipstream.config import dump_config, load_config
+    from slipstream.recipe import collect_overrides
 
     config = load_config(recipe, collect_overrides(context.args))
     if dry_run:
@@ -102,7 +103,7 @@ def evaluate(
 
     Settings can be changed as in train, for example: slipstream eval runs/quickstart eval.samples_per_prompt=8
     """
-    from slipstream.config import collect_overrides
+    from slipstream.recipe import collect_overrides
     from slipstream.runtime.standalone import evaluate_target
 
     metrics = evaluate_target(target, collect_overrides(context.args), quiet=as_json)
@@ -132,7 +133,7 @@ def train_drafter(
 
     A run uses it from its first step on: slipstream train recipes/x.yaml draft.source=both drafter.warm_from=DIR
     """
-    from slipstream.config import collect_overrides
+    from slipstream.recipe import collect_overrides
     from slipstream.runtime.offline import train_offline
 
     taught = train_offline(

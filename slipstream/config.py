@@ -407,21 +407,6 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
 
 
-def collect_overrides(arguments: Sequence[str]) -> list[str]:
-    """Accept `a.b=v`, `--a.b=v` and `--a.b v` from a command line, and give them back as `a.b=v`."""
-    overrides, rest = [], list(arguments)
-    while rest:
-        word = rest.pop(0)
-        name = word.removeprefix("--")
-        if "=" in name:
-            overrides.append(name)
-        elif word.startswith("--") and rest:
-            overrides.append(f"{name}={rest.pop(0)}")
-        else:
-            raise ValueError(f"cannot read {word!r}: write key=value or --key value, e.g. train.steps=20")
-    return overrides
-
-
 def field_paths(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     """Dotted paths of all fields, sections included, for error messages and for the tests."""
     paths = []

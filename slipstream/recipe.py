@@ -40,6 +40,21 @@ def _laid_over(old: Any, new: Any) -> Any:
     return _merge(old, new) if isinstance(old, dict) and isinstance(new, dict) and new else new
 
 
+def collect_overrides(arguments: Sequence[str]) -> list[str]:
+    """Accept `a.b=v`, `--a.b=v` and `--a.b v` from a command line, and give them back as `a.b=v`."""
+    overrides, rest = [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name = word.removeprefix("--")
+        if "=" in name:
+            overrides.append(name)
+        elif word.startswith("--") and rest:
+            overrides.append(f"{name}={rest.pop(0)}")
+        else:
+            raise ValueError(f"cannot read {word!r}: write key=value or --key value, e.g. train.steps=20")
+    return overrides
+
+
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         dotted, separator, text = override.partition("=")

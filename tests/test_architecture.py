@@ -46,8 +46,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "train",
     },
     "cli": {
-        *("types", "config", "rng", "tasks", "models", "observe", "schedule", "simulate", "engine", "train", "runtime"),
-        TOP,
+        *("types", "recipe", "config", "rng", "tasks", "models", "observe", "schedule", "simulate", "engine", "train"),
+        *("runtime", TOP),
     },
     TOP: {"types", "config", "runtime"},
 }

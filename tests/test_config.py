@@ -12,7 +12,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from slipstream.config import Config, Sampling, build_config, collect_overrides, dump_config, field_paths, load_config
+from slipstream.config import Config, Sampling, build_config, dump_config, field_paths, load_config
+from slipstream.recipe import collect_overrides
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("**/*.yaml"))

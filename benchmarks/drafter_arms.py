@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accounts import AccountedAlways, AccountedSelector, Dry, Recorded
 from transformers import PreTrainedModel
 
 from slipstream.config import load_config
@@ -43,8 +44,7 @@ from slipstream.draft.selector import MIXED_STRATEGIES, MODEL_STRATEGIES, TREE_R
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.votes import texts_of
 from slipstream.engine.engine import Engine
-from slipstream.engine.sequences import StepPlan
-from slipstream.engine.strategy import Always, DraftPolicy, StepDrafts, StepResult, Strategy, size_of
+from slipstream.engine.strategy import DraftPolicy, Strategy
 from slipstream.history.format import FILE_NAME
 from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_tokenizer
@@ -71,72 +71,6 @@ it keeps; and no more walks than this."""
 FIXED = 2
 """Ways that take turns, since who is best alone may have been lucky."""
 TURNS = ("no drafter", "best", "selector", "poisoned", "history")
-
-
-class Recorded(Always):
-    """What each step of a way gave, and how long it took."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        super().__init__(strategy)
-        self.steps: list[tuple[int, float, float]] = []
-
-    def observe(self, step: StepResult) -> None:
-        self.steps.append((step.batch, round(step.tokens_each, 3), round(step.seconds * 1e6, 1)))
-
-
-class Account:
-    """Where steps went, [steps, tokens, seconds]: by size, kind of text, way, and whether it was then the best. Steps
-    with prompts, and those that needed a graph, are not told to a policy: what they took is what is missing here."""
-
-    spent: dict[str, list[float]]
-
-    def add(self, step: StepResult, is_best: bool) -> None:
-        texts = f"{'repeated' if step.is_matching else 'new'} texts{'' if is_best else ', on trial'}"
-        line = self.spent.setdefault(f"{size_of(step.batch)}, {texts}: {step.strategy}", [0.0] * 3)
-        for place, value in enumerate((1, step.batch * step.tokens_each, step.seconds)):
-            line[place] += value
-
-
-class AccountedSelector(Selector, Account):
-    def __init__(self, strategies: Sequence[Strategy]) -> None:
-        # In full use from the start: what has to be prepared is prepared before anything is timed.
-        super().__init__(strategies, has_price=torch.cuda.is_available(), preparing=math.inf)
-        self.spent = {}
-
-    def observe(self, step: StepResult) -> None:
-        self.add(step, is_best=step.strategy == self.best(step.batch, step.is_matching))
-        super().observe(step)
-
-
-class AccountedAlways(Always, Account):
-    def __init__(self, strategy: Strategy) -> None:
-        super().__init__(strategy)
-        self.spent = {}
-
-    def observe(self, step: StepResult) -> None:
-        self.add(step, is_best=True)
-
-
-class Dry:
-    """Of an engine's steps, those at whose launch the GPU had done all that it was given: it waited for the host."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.num_steps = self.num_dry = 0
-        run_step = engine._run_step
-
-        def counting(plan: StepPlan, drafts: StepDrafts) -> bool:
-            self.num_steps += 1
-            done = engine._unread[-1].done if engine._unread else None
-            self.num_dry += isinstance(done, torch.cuda.Event) and done.query()
-            return run_step(plan, drafts)
-
-        engine._run_step = counting  # type: ignore[method-assign]
-
-    def take_share(self) -> float:
-        """Since this was last asked."""
-        share = self.num_dry / max(1, self.num_steps)
-        self.num_steps = self.num_dry = 0
-        return share
 
 
 class Bench:

@@ -13,10 +13,11 @@ import torch
 from reports import report_from
 from safetensors.torch import load_file
 from test_draft_learned import guessing, sharp
+from test_draft_together import publish
 from tiny_models import group
 
 from slipstream.config import build_config
-from slipstream.draft import online, versions
+from slipstream.draft import online
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import WEIGHTS, DrafterState, load_drafter_state
 from slipstream.draft.selector import ASKING, MIXED_STRATEGIES, Choice, Fixed, Selector
@@ -344,14 +345,14 @@ def test_rollout_workers_ask_a_drafter_only_once_it_has_learned(tmp_path: Path) 
     engine.policy = selector = build_selector(config, torch.device("cpu"))
     versions_folder = config.run.dir / VERSIONS_FOLDER
 
-    def publish(num_updates: int) -> None:
+    def publish_after(num_updates: int) -> None:
         tensors = {f"{WEIGHTS}{name}": one for name, one in sharp("eagle3", num_updates).state_dict().items()}
-        versions.publish(versions_folder, DrafterState(0, num_updates, "", tensors), "run")
+        publish(versions_folder, DrafterState(0, num_updates, "", tensors), "run")
 
-    publish(num_updates=0)
+    publish_after(num_updates=0)
     worker = drafter_worker(config, engine, "rollout-0", lambda message: None)
     assert worker.version == 0 and selector.feed(8) == Feeding.NOTHING
-    publish(num_updates=5)
+    publish_after(num_updates=5)
     worker.obey(TakeDrafter(1))
     assert worker.version == 1 and selector.feed(8) == Feeding.KEYS
     assert all(

@@ -388,28 +388,26 @@ class Selector:
 
 class Fixed(Selector):
     """One way throughout, for measurements: with as many sequences as it is made for, once there is a model if it asks
-    one. It is never given up."""
+    one. It is never given up, and nothing is learned of it: what a checkpoint knows of others stays."""
 
     def __init__(self, way: Strategy, *, has_price: bool = False, has_model: bool = True) -> None:
         super().__init__((OFF, way), has_price=has_price, has_model=has_model)
-        self._way, self._has_model = way, has_model
+        self._way, self._may_run = way, has_model or not way.depth
 
     def choose(self, batch: int, is_matching: bool = False) -> Strategy:
         return self.best(batch, is_matching)
 
     def best(self, batch: int, is_matching: bool = False) -> Strategy:
-        return self._way if self._way in self.ways(batch) and (self._has_model or not self._way.depth) else OFF
+        return self._way if self._may_run and self._way in self.ways(batch) else OFF
 
     def feed(self, batch: int) -> Feeding:
-        return Feeding.KEYS if self._way.depth and self._has_model else Feeding.NOTHING
+        return Feeding.KEYS if self._may_run and self._way.depth else Feeding.NOTHING
 
     def note_new_model(self) -> None:
-        super().note_new_model()
-        self._has_model = True
+        self._may_run = True
 
-    def take_turns(self) -> list[Turn]:
-        """None: whatever it would be, it is asked."""
-        return []
+    def observe(self, step: StepResult) -> None:
+        pass
 
-    def take_choices(self) -> list[Choice]:
-        return []
+    def observe_preparing(self, batch: int, seconds: float, is_matching: bool = False) -> None:
+        pass

@@ -60,6 +60,13 @@ class Throttle:
         return median(self._ratios) - 1.0 if self._ratios else None
 
     @property
+    def _usual_step_s(self) -> float | None:
+        """Of a step like the last one, without an update; a single one may have taken any time, e.g. while a graph was
+        made, so None before there were some."""
+        quiet_s = self._quiet_s.get(self._kind, ())
+        return median(quiet_s) if len(quiet_s) >= LEAST_QUIET else None
+
+    @property
     def _expected_cost(self) -> float:
         return ASSUMED_COST if self.cost is None else self.cost
 
@@ -72,20 +79,19 @@ class Throttle:
         """`kind`: steps of one kind take as long as each other; None: as no other."""
         self.num_steps += 1
         self._kind = kind
-        quiet_s = self._quiet_s[kind] if kind is not None else deque[float]()
         if not beside_update:
             if kind is not None:
                 self._since_quiet = 0
-            quiet_s.append(seconds)
+                self._quiet_s[kind].append(seconds)
             self._usual_s += seconds
             return
         self.num_busy += 1
         self.busy_s += seconds
         self._since_quiet += 1
-        if len(quiet_s) >= LEAST_QUIET:
-            usual_s = median(quiet_s)
+        usual_s = self._usual_step_s
+        if usual_s is not None:
             self._ratios.append(seconds / usual_s)
-        else:  # a single one may have taken any time, e.g. while a graph was made
+        else:
             usual_s = seconds / (1.0 + max(0.0, self._expected_cost))
         self._usual_s += usual_s
         self.lost_s += seconds - usual_s
@@ -94,13 +100,13 @@ class Throttle:
         """Another update; to be asked while none runs."""
         if self.num_updates:
             self._steps_each = max(1.0, self.num_busy / self.num_updates)
-        quiet_s = self._quiet_s[self._kind] if self._kind is not None else ()
-        if len(quiet_s) < LEAST_QUIET or self._since_quiet >= LONGEST_BUSY:
+        usual_s = self._usual_step_s
+        if usual_s is None or self._since_quiet >= LONGEST_BUSY:
             return False
         cost = self._expected_cost
         if cost <= self._aim and self.slowdown <= self._aim:
             return True
-        next_s = self._steps_each * median(quiet_s)
+        next_s = self._steps_each * usual_s
         return self.lost_s + cost * next_s <= self._aim * (self._usual_s + next_s)
 
     def started(self) -> None:

@@ -29,16 +29,6 @@ def numbers(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
 
 
-def publish(folder: Path, state: DrafterState, writer: str) -> int:
-    """As the newest; its number. `state.step` is not looked at. `writer`: whoever writes at the same time has another
-    name."""
-    while True:
-        number = next_number(folder)
-        prepare(folder, number, state, writer)
-        if commit(folder, number, writer):
-            return number
-
-
 def publish_first(folder: Path, state: DrafterState, writer: str) -> None:
     """As version 0, unless there is one already."""
     if not numbers(folder):
@@ -52,7 +42,7 @@ def next_number(folder: Path) -> int:
 
 def prepare(folder: Path, number: int, state: DrafterState, writer: str) -> None:
     """All of the work of publishing, for a large drafter seconds: afterwards it is there, under a name of the writer's,
-    and nobody sees it."""
+    and nobody sees it. `state.step` is not looked at. `writer`: whoever writes at the same time has another name."""
     forget_partial(folder, writer)
     partial = _partial(folder, writer)
     try:

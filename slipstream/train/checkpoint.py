@@ -204,6 +204,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _flush_tree(folder: Path) -> None:
+    """To the disk, with all files as readable as new ones are here."""
     for path in folder.rglob("*"):
         if path.is_file():
             open_to_readers(path)

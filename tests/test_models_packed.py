@@ -12,7 +12,7 @@ from tiny_models import FAMILIES, VOCABULARY, build_family, family_config, packe
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, PreTrainedModel
 
-from slipstream.models.attention import ATTENTION_NAME, AttentionForm
+from slipstream.models.attention import ATTENTION_NAME, AttentionForm, Documents, computed_in, flash_has
 from slipstream.models.cached import CachedRows, KVPages, attend_rows_plainly
 from slipstream.models.loading import _refuse_unseen_attention, load_model, refuse_unserved
 from slipstream.models.packed import document_hidden, head_logits, row_logits
@@ -79,6 +79,33 @@ def test_packed_documents_and_the_head_give_the_modules_own_logits(family: str) 
     model = build_family(family, ATTENTION_NAME)
     logits = head_logits(model, document_hidden(model, torch.cat(SEQUENCES), LENGTHS))
     assert relative_error(logits.split(LENGTHS), reference(family)) < TOLERANCE
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_under_autocast_attention_computes_in_bfloat16_whatever_it_is_given(
+    half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotary positions are computed in float32, and a kernel that asks for 16 bits would never be taken."""
+    seen = []
+    plain = Documents.attend
+
+    def attend(self: Documents, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+        seen.append((query.dtype, computed_in(query), flash_has(computed_in(query), 64, 64, form)))
+        return plain(self, layer, query, key, value, form)
+
+    monkeypatch.setattr(Documents, "attend", attend)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        document_hidden(build_family("llama", ATTENTION_NAME), torch.cat(SEQUENCES), LENGTHS)
+    assert set(seen) == {(torch.float32, torch.bfloat16, True) if half else (torch.float32, torch.float32, False)}
+
+
+def test_what_the_flash_kernel_does_not_have_is_attended_to_one_by_one() -> None:
+    half, form = torch.bfloat16, AttentionForm(0.1, sliding_window=4)
+    assert flash_has(half, 64, 64, form) and flash_has(torch.float16, 256, 256, form)
+    assert not flash_has(torch.float32, 64, 64, form)
+    assert not any(flash_has(half, size, size, form) for size in (20, 264)) and not flash_has(half, 64, 32, form)
+    assert not flash_has(half, 64, 64, AttentionForm(0.1, softcap=30.0))
+    assert not flash_has(half, 64, 64, AttentionForm(0.1, sinks_H=torch.zeros(2)))
 
 
 def test_a_position_off_by_one_is_noticed() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -22,6 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "slipstream"
+FLASH_STEP, FLASH_LARGEST = 8, 256
+"""Of the sizes of heads that the flash kernel has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +95,13 @@ class Documents:
     """Causal attention confined to each of several documents packed one after another."""
 
     lengths: Sequence[int]
+    _ends: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """On each device, where documents end: the same in every layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        half = query.dtype in (torch.bfloat16, torch.float16)
-        if query.device.type == "cuda" and half and form.softcap is None and form.sinks_H is None:
-            return self._attend_at_once(query, key, value, form)
+        dtype = computed_in(query)
+        if query.device.type == "cuda" and flash_has(dtype, query.shape[-1], value.shape[-1], form):
+            return self._attend_at_once(query.to(dtype), key.to(dtype), value.to(dtype), form)
         return self.attend_one_by_one(query, key, value, form)
 
     def attend_one_by_one(self, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
@@ -108,8 +112,7 @@ class Documents:
 
     def _attend_at_once(self, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """All documents in one flash kernel, which exists for 16-bit numbers on CUDA."""
-        ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=query.device)
-        longest = max(self.lengths)
+        ends, longest = self._ends_on(query.device), max(self.lengths)
         group = query.shape[1] // key.shape[1]
         window = -1 if form.sliding_window is None else form.sliding_window - 1
         out = varlen_attn(
@@ -125,6 +128,25 @@ class Documents:
         )
         assert isinstance(out, Tensor)
         return out
+
+    def _ends_on(self, device: torch.device) -> Tensor:
+        if device not in self._ends:
+            self._ends[device] = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+        return self._ends[device]
+
+
+def computed_in(query: Tensor) -> torch.dtype:
+    """The numbers that attention computes with. Under autocast these are not the ones it is given: rotary positions
+    leave queries and keys in float32."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+def flash_has(dtype: torch.dtype, head_size: int, value_size: int, form: AttentionForm) -> bool:
+    """Whether torch's flash kernel computes this."""
+    if form.softcap is not None or form.sinks_H is not None or head_size != value_size:
+        return False
+    return dtype in (torch.bfloat16, torch.float16) and head_size % FLASH_STEP == 0 and head_size <= FLASH_LARGEST
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:

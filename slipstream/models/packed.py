@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -34,7 +35,7 @@ def row_logits(model: PreTrainedModel, ids_T: Tensor, pages: KVPages, rows: Pack
 def document_hidden(model: PreTrainedModel, ids_T: Tensor, lengths: Sequence[int]) -> Tensor:
     """Last hidden states [T, D] of documents packed one after another; differentiable."""
     assert sum(lengths) == ids_T.shape[0], "lengths must add up to the packed tokens"
-    positions = torch.cat([torch.arange(length, device=ids_T.device) for length in lengths])
+    positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(ids_T.device)
     with attending(Documents(lengths)):
         out = model.base_model(input_ids=ids_T.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
     hidden: Tensor = out.last_hidden_state[0]

@@ -177,6 +177,30 @@ def test_the_longest_goes_to_a_worker_of_its_own() -> None:
     assert actions == [Sample("a", "1/2", 0), *(Sample("b", f"1/{place}", 0) for place in (0, 1, 3, 4))]
 
 
+def test_prompts_that_never_came_up_are_told_apart_by_their_tokens() -> None:
+    """Those with token 7 have had long rollouts: a new one of them goes to a worker of its own, and a replay agrees."""
+
+    def asked_by_tokens(step: int) -> RolloutsAsked:
+        prompts = tuple((f"p{step}/{place}", (place, 7 if place == 3 else 9, step)) for place in range(5))
+        rollouts = tuple((f"{step}/{place}", prompt) for place, (prompt, _) in enumerate(prompts))
+        return RolloutsAsked(step, rollouts, prompts=prompts)
+
+    fleet, again = fleet_of(Rules(), "a", "b"), fleet_of(Rules(), "a", "b")
+    for step in range(1, 6):
+        events: list[FleetEvent] = [asked_by_tokens(step)]
+        lengths = {f"{step}/{place}": 1000 if place == 3 else 10 for place in range(5)}
+        actions = fleet.on_event(events[0], 0.0)
+        workers = {action.rollout: action.worker for action in actions if isinstance(action, Sample)}
+        events += [RolloutEnded(uid, lengths[uid]) for uid in workers]
+        events.append(WeightsLive(step))
+        said = [actions, *(fleet.on_event(event, 0.0) for event in events[1:])]
+        for event, wanted in zip(events, said, strict=True):
+            name, fields = to_record(event)
+            assert again.on_event(from_record(name, json.loads(json.dumps(fields))), 0.0) == wanted  # type: ignore
+    alone = workers[f"{step}/3"]
+    assert [uid for uid, worker in workers.items() if worker == alone] == [f"{step}/3"]
+
+
 def test_a_worker_that_runs_dry_relieves_the_most_crowded() -> None:
     fleet = fleet_of(Rules("round robin", "move"), "a", "b", slots=64)
     fleet.on_event(asked(*[50.0] * 41), 0.0)

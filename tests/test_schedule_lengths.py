@@ -171,3 +171,18 @@ def test_token_features_tell_prompts_apart() -> None:
     one, same, other, turned = (token_features(ids) for ids in ([5, 6, 7], [5, 6, 7], [5, 6, 8], [7, 6, 5]))
     assert np.array_equal(one, same) and not np.array_equal(one, other) and not np.array_equal(one, turned)
     assert np.isfinite(token_features([])).all() and len(one) == len(token_features([]))
+
+
+def test_where_prompts_tell_nothing_of_lengths_all_are_forecast_alike() -> None:
+    def spread(knows: bool) -> float:
+        ranker, dice = LengthRanker(), random.Random(0)
+        for step in range(8):
+            prompts = {f"{step}/{number}": described(dice.randrange(10**6)) for number in range(32)}
+            lengths = {
+                prompt: [math.exp((found[2] if knows else dice.gauss(0.0, 1.0)) + dice.gauss(5.0, 0.1))]
+                for prompt, found in prompts.items()
+            }
+            ranker.learn_step(prompts, lengths)
+        return statistics.pstdev(math.log(ranker.forecast(described(dice.randrange(10**6)))) for _ in range(100))
+
+    assert spread(knows=False) < 0.1 * spread(knows=True)

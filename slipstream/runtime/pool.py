@@ -206,7 +206,8 @@ class Pool:
         for step, asked in sorted(self._asked.items()):
             rollouts = tuple((one.request.uid, prompt_key) for one, prompt_key in asked)
             tokens = tuple((one.request.uid, len(one.token_ids)) for one, _ in asked if one.token_ids)
-            self._tell(RolloutsAsked(step, rollouts, tokens))
+            prompts = {prompt_key: one.request.prompt_ids for one, prompt_key in asked}
+            self._tell(RolloutsAsked(step, rollouts, tokens, tuple(prompts.items())))
         self._asked.clear()
         now_s = self._clock()
         waited_s, self._looked_s = min(LONGEST_LOOK_S, now_s - self._looked_s), now_s
@@ -382,10 +383,9 @@ class Pool:
     # Who is lost.
 
     def _look_after(self, name: str, worker: _Worker) -> None:
-        silent_s = worker.silent_s
-        if not worker.link.is_gone and silent_s > (self._silence_s if worker.has_joined else START_S):
-            worker.end = f"it said nothing for {silent_s:.0f} s"
-            self._say(f"rollout worker {name} has said nothing for {silent_s:.0f} s: it is killed")
+        if not worker.link.is_gone and worker.silent_s > (self._silence_s if worker.has_joined else START_S):
+            worker.end = f"it said nothing for {worker.silent_s:.0f} s"
+            self._say(f"rollout worker {name} has said nothing for {worker.silent_s:.0f} s: it is killed")
             worker.link.kill()
         if not worker.link.is_gone:
             return

@@ -183,6 +183,8 @@ class RolloutsAsked:
     rollouts: tuple[tuple[str, str], ...]
     tokens: tuple[tuple[str, int], ...] = ()
     """(rollout, tokens that it has already), of those that an earlier run began."""
+    prompts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """(prompt, its token ids): what lengths of prompts that never came up are told by."""
 
 
 @dataclass(frozen=True, slots=True)

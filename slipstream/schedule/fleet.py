@@ -32,7 +32,7 @@ from slipstream.schedule.events import (
 )
 from slipstream.schedule.lengths import LengthForecaster, forecast_metrics
 from slipstream.schedule.members import FleetRollout, FleetWorker
-from slipstream.schedule.ranker import Features
+from slipstream.schedule.ranker import Features, token_features
 from slipstream.schedule.rules import PLACEMENTS, Rules
 from slipstream.schedule.speeds import SpeedCurve
 from slipstream.schedule.steps import Steps
@@ -46,22 +46,20 @@ WORTH_MOVING = 1.05
 """Times faster that the crowded worker must get."""
 MOST_MOVES = 2
 """Of one rollout: each costs computing its keys again."""
+DESCRIBED = 4096
+"""Prompts whose features are kept, 2 kB each: those of steps that are not closed, and then some."""
 
 Forecast = Callable[[str, str], float]
 """Tokens that a rollout of a prompt will have."""
 
 
 class Fleet:
-    def __init__(
-        self,
-        rules: Rules,
-        forecast: Forecast | None = None,
-        features: Callable[[str], Features | None] = lambda prompt: None,
-    ) -> None:
-        """`forecast`: instead of one that learns from what ends, to see what foresight would be worth. `features`: what
-        is known of a prompt, for those that never came up."""
+    def __init__(self, rules: Rules, forecast: Forecast | None = None) -> None:
+        """`forecast`: instead of one that learns from what ends, to see what foresight would be worth."""
         self.rules = rules
-        self._forecaster = LengthForecaster(features)
+        self._described: dict[str, Features] = {}
+        """Prompts that were asked for lately."""
+        self._forecaster = LengthForecaster(self._described.get)
         self.forecast_metrics: dict[int, dict[str, float]] = {}
         """Of each step that was closed: how good its forecasts were."""
         self._forecast = forecast
@@ -117,6 +115,7 @@ class Fleet:
 
     def _place(self, asked: RolloutsAsked) -> list[FleetAction]:
         forecasts: dict[str, float] = {}
+        self._describe(asked)
         known, rollouts = dict(asked.tokens), []
         for uid, prompt in asked.rollouts:
             if self._forecast is not None:
@@ -144,6 +143,13 @@ class Fleet:
             self._note(worker)
             actions += self._find_work(worker)
         return actions
+
+    def _describe(self, asked: RolloutsAsked) -> None:
+        for prompt, token_ids in asked.prompts:
+            self._described.pop(prompt, None)
+            self._described[prompt] = token_features(token_ids)
+        for prompt in list(self._described)[: -max(DESCRIBED, len(asked.prompts))]:
+            del self._described[prompt]
 
     def _on_end(self, event: RolloutEnded) -> list[FleetAction]:
         rollout = self._rollouts[event.rollout]

@@ -43,6 +43,8 @@ class LengthForecaster:
         """(a length, the level), whatever the prompt."""
         self._typical: float | None = None
         """Mean of the recent ones at today's level."""
+        self._shortest, self._longest = 1.0, math.inf
+        """Of the recent ones: what is known of a prompt can be unlike anything that was learned from."""
         self._level = 0.0
         """By how much the logarithms of lengths have risen since the first step."""
 
@@ -64,6 +66,8 @@ class LengthForecaster:
             kept.extend((visit, float(length), self._level) for length in group)
             self._recent.extend((float(length), self._level) for length in group)
         self._typical = None
+        recent = [length for length, _ in self._recent]
+        self._shortest, self._longest = min(recent, default=1.0), max(recent, default=math.inf)
 
     def forecast(
         self, prompt: str, *, num_sampled: int = 0, ended_siblings: Iterable[float] = (), limit: float = math.inf
@@ -72,7 +76,7 @@ class LengthForecaster:
         known = self._known(prompt) + [(length, SIBLING_WEIGHT) for length in ended_siblings]
         features = self._features(prompt) if not known else None
         if features is not None and self._ranker.has_learned:
-            known = [(self._ranker.forecast(features), 1.0)]
+            known = [(min(max(self._ranker.forecast(features), self._shortest), self._longest), 1.0)]
         elif not known and not num_sampled and self._recent:
             if self._typical is None:
                 self._typical = _mean((length * math.exp(self._level - level), 1.0) for length, level in self._recent)

@@ -1,8 +1,9 @@
 """How long rollouts of a prompt nobody has sampled yet will be: a regression on what is known of the prompt. Pure.
 
 Ridge regression of the logarithm of lengths, learned online: each step adds its prompts, and what older steps said
-fades, since the policy moves on. Features are whatever describes a prompt: the policy's own representation of it (the
-mean of its hidden states), or, where there is none, its token ids (`token_features`). The order of prompts is what
+fades, since the policy moves on. Differences between prompts are forecast as far as earlier ones came true, not at all
+where prompts tell nothing of lengths. Features are whatever describes a prompt: the policy's own representation of it
+(the mean of its hidden states), or, where there is none, its token ids (`token_features`). The order of prompts is what
 dispatch needs; it comes right long before the lengths do.
 """
 
@@ -14,13 +15,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.rng import derive_seed
-
 FADING = 0.7
 """Of what was learned before, what is left after another step."""
 RIDGE = 0.1
 """Pull towards the mean, relative to the features' own scale: prompts are few, features many."""
-TOKEN_FEATURES = 256
+TOKEN_BITS = 8
+TOKEN_FEATURES = 1 << TOKEN_BITS
+SCATTERING, PAIRING = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x2545F4914F6CDD1D)
+"""Odd, so that products modulo 2 ** 64 scatter tokens, and pairs of them, over the features."""
 
 Features = NDArray[np.float64]
 
@@ -37,6 +39,9 @@ class LengthRanker:
         self._level = 0.0
         """Added to all logarithms, so that the newest step's forecasts add up to its lengths: what older steps said of
         differences between prompts holds longer than what they said of lengths."""
+        self._foreseen, self._came_true = 0.0, 0.0
+        """Of differences between prompts that were forecast before their step: the sum of their squares, and of their
+        products with those that came. Where prompts tell nothing of lengths the second is none."""
 
     @property
     def has_learned(self) -> bool:
@@ -49,6 +54,12 @@ class LengthRanker:
             return
         rows = np.stack([np.asarray(features[prompt], np.float64) for prompt in known])
         logs = np.array([sum(map(math.log, lengths[prompt])) / len(lengths[prompt]) for prompt in known])
+        if self.has_learned:
+            weights, centre, _ = self._solve()
+            foreseen = (rows - centre) @ weights
+            foreseen -= foreseen.mean()
+            self._foreseen = FADING * self._foreseen + float(foreseen @ foreseen)
+            self._came_true = FADING * self._came_true + float(foreseen @ logs)
         if self._products is None:
             width = rows.shape[1]
             self._feature_sums, self._with_length = np.zeros(width), np.zeros(width)
@@ -66,7 +77,8 @@ class LengthRanker:
     def forecast(self, features: Features) -> float:
         """Tokens of a typical rollout; ask `has_learned` first."""
         weights, centre, mean = self._solve()
-        difference = float((np.asarray(features, np.float64) - centre) @ weights)
+        trusted = min(1.0, max(0.0, self._came_true / self._foreseen)) if self._foreseen else 1.0
+        difference = trusted * float((np.asarray(features, np.float64) - centre) @ weights)
         return math.exp(min(20.0, mean + self._level + difference))
 
     def _solve(self) -> tuple[Features, Features, float]:
@@ -84,11 +96,9 @@ class LengthRanker:
 
 def token_features(token_ids: Sequence[int]) -> Features:
     """Which tokens and pairs of tokens a prompt has, in TOKEN_FEATURES numbers, and how many it has."""
-    found = np.zeros(TOKEN_FEATURES + 1)
-    for place, token in enumerate(token_ids):
-        found[derive_seed("token", token) % TOKEN_FEATURES] += 1.0
-        if place:
-            found[derive_seed("pair", token_ids[place - 1], token) % TOKEN_FEATURES] += 1.0
-    found[:TOKEN_FEATURES] /= max(1.0, float(np.linalg.norm(found)))
-    found[TOKEN_FEATURES] = math.log1p(len(token_ids)) / 4
-    return found
+    tokens = np.asarray(token_ids, np.uint64)
+    pairs = tokens[:-1] * PAIRING + tokens[1:]
+    places = np.concatenate([tokens, pairs + PAIRING]) * SCATTERING >> np.uint64(64 - TOKEN_BITS)
+    found = np.bincount(places.astype(np.int64), minlength=TOKEN_FEATURES).astype(np.float64)
+    found /= max(1.0, float(np.linalg.norm(found)))
+    return np.append(found, math.log1p(len(tokens)) / 4)

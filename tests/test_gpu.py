@@ -81,7 +81,7 @@ def test_training_in_bfloat16_attends_to_all_documents_at_once(monkeypatch: pyte
         parts = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
         gradients.append(torch.cat(parts))
     fast, plain = gradients
-    assert (fast - plain).norm() < 0.05 * plain.norm()  # .6 where documents see each other
+    assert (fast - plain).norm() < 0.03 * plain.norm()  # .6 where documents see each other, .1 with a window of 64
 
 
 def requests_for(group: int, **sampling: Any) -> list[Request]:

@@ -12,7 +12,14 @@ from tiny_models import FAMILIES, VOCABULARY, build_family, family_config, packe
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, PreTrainedModel
 
-from slipstream.models.attention import ATTENTION_NAME, AttentionForm, Documents, computed_in, flash_has
+from slipstream.models.attention import (
+    ATTENTION_NAME,
+    AttentionForm,
+    Documents,
+    computed_in,
+    fits_flash,
+    largest_flash_head,
+)
 from slipstream.models.cached import CachedRows, KVPages, attend_rows_plainly
 from slipstream.models.loading import _refuse_unseen_attention, load_model, refuse_unserved
 from slipstream.models.packed import document_hidden, head_logits, row_logits
@@ -90,7 +97,7 @@ def test_under_autocast_attention_computes_in_bfloat16_whatever_it_is_given(
     plain = Documents.attend
 
     def attend(self: Documents, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        seen.append((query.dtype, computed_in(query), flash_has(computed_in(query), 64, 64, form)))
+        seen.append((query.dtype, computed_in(query), fits_flash(computed_in(query), 64, 64, 256, form)))
         return plain(self, layer, query, key, value, form)
 
     monkeypatch.setattr(Documents, "attend", attend)
@@ -101,11 +108,24 @@ def test_under_autocast_attention_computes_in_bfloat16_whatever_it_is_given(
 
 def test_what_the_flash_kernel_does_not_have_is_attended_to_one_by_one() -> None:
     half, form = torch.bfloat16, AttentionForm(0.1, sliding_window=4)
-    assert flash_has(half, 64, 64, form) and flash_has(torch.float16, 256, 256, form)
-    assert not flash_has(torch.float32, 64, 64, form)
-    assert not any(flash_has(half, size, size, form) for size in (20, 264)) and not flash_has(half, 64, 32, form)
-    assert not flash_has(half, 64, 64, AttentionForm(0.1, softcap=30.0))
-    assert not flash_has(half, 64, 64, AttentionForm(0.1, sinks_H=torch.zeros(2)))
+    assert fits_flash(half, 64, 64, 192, form) and fits_flash(torch.float16, 256, 256, 256, form)
+    assert not fits_flash(torch.float32, 64, 64, 256, form)
+    assert not any(fits_flash(half, size, size, 192, form) for size in (20, 200)) and not fits_flash(
+        half, 64, 32, 256, form
+    )
+    assert not fits_flash(half, 64, 64, 256, AttentionForm(0.1, softcap=30.0))
+    assert not fits_flash(half, 64, 64, 256, AttentionForm(0.1, sinks_H=torch.zeros(2)))
+    assert largest_flash_head(CPU) == 0
+
+
+@pytest.mark.parametrize(("capability", "largest"), [((7, 5), 0), ((8, 0), 256), ((8, 6), 192), ((9, 0), 256)])
+def test_heads_that_flash_has_depend_on_the_gpu(
+    capability: tuple[int, int], largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for is_there in (True, False):
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: is_there)  # noqa: B023
+        assert largest_flash_head.__wrapped__(torch.device("cuda")) == (largest if is_there else 0)
 
 
 def test_a_position_off_by_one_is_noticed() -> None:

@@ -26,7 +26,17 @@ from slipstream.runtime.pool import MAX_LOSSES, Pool, WorkerBroke
 from slipstream.runtime.rollout_messages import Broke, DraftAs, GiveBack, Grown, Here, SampleGroup
 from slipstream.runtime.rollout_worker import PastTexts, RolloutWorker
 from slipstream.schedule.allocation import Allocator, StepSeen
-from slipstream.schedule.events import DraftChosen, Item, Sample, WorkerJoined, WorkerLeft
+from slipstream.schedule.events import (
+    DraftChosen,
+    FleetAction,
+    FleetEvent,
+    Item,
+    RolloutsAsked,
+    Sample,
+    WorkerJoined,
+    WorkerLeft,
+)
+from slipstream.schedule.fleet import Fleet
 from slipstream.schedule.rules import MODES
 from slipstream.types import Request, Rollout, WeightVersion
 
@@ -182,6 +192,25 @@ def test_two_workers_give_what_one_engine_gives(mode: str) -> None:
     assert content(ended) == undisturbed(GROUPS)
     assert {(one.first_version, one.last_version) for one in ended.values()} == {(0, 0)}
     assert stage.pool.num_lost == 0 and stage.pool.live == 0
+
+
+def test_the_fleet_is_told_the_tokens_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[RolloutsAsked] = []
+    on_event = Fleet.on_event
+
+    def heard(self: Fleet, event: FleetEvent, now_s: float) -> list[FleetAction]:
+        if isinstance(event, RolloutsAsked):
+            asked.append(event)
+        return on_event(self, event, now_s)
+
+    monkeypatch.setattr(Fleet, "on_event", heard)
+    stage = Stage("sync", 1)
+    for number, requests in enumerate(GROUPS):
+        stage.pool.ask(1, f"prompt {number}", requests)
+    stage.advance()
+    assert [one.prompts for one in asked] == [
+        tuple((f"prompt {number}", requests[0].prompt_ids) for number, requests in enumerate(GROUPS))
+    ]
 
 
 @pytest.mark.parametrize("seed", range(6))

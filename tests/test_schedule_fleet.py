@@ -177,8 +177,11 @@ def test_the_longest_goes_to_a_worker_of_its_own() -> None:
     assert actions == [Sample("a", "1/2", 0), *(Sample("b", f"1/{place}", 0) for place in (0, 1, 3, 4))]
 
 
-def test_prompts_that_never_came_up_are_told_apart_by_their_tokens() -> None:
-    """Those with token 7 have had long rollouts: a new one of them goes to a worker of its own, and a replay agrees."""
+@pytest.mark.parametrize("most", [2, 4096])
+def test_prompts_that_never_came_up_are_told_apart_by_their_tokens(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with token 7 have had long rollouts: a new one of them goes to a worker of its own, and a replay agrees.
+    Of closed steps no more are kept than may be, of open ones all."""
+    monkeypatch.setattr("slipstream.schedule.fleet.DESCRIBED", most)
 
     def asked_by_tokens(step: int) -> RolloutsAsked:
         prompts = tuple((f"p{step}/{place}", (place, 7 if place == 3 else 9, step)) for place in range(5))
@@ -197,8 +200,17 @@ def test_prompts_that_never_came_up_are_told_apart_by_their_tokens() -> None:
         for event, wanted in zip(events, said, strict=True):
             name, fields = to_record(event)
             assert again.on_event(from_record(name, json.loads(json.dumps(fields))), 0.0) == wanted  # type: ignore
+        assert len(fleet._described) == min(most, 5 * step)
     alone = workers[f"{step}/3"]
     assert [uid for uid, worker in workers.items() if worker == alone] == [f"{step}/3"]
+
+
+def test_what_is_begun_early_has_its_prompts_too() -> None:
+    fleet = fleet_of(Rules(tail="oversample", staleness=1, mixes_steps=True), "a", slots=64)
+    for step in (1, 2):
+        prompts = tuple((f"p{step}/{place}", (place, step)) for place in range(10))
+        fleet.on_event(RolloutsAsked(step, tuple((f"{step}/{p}", p) for p, _ in prompts), prompts=prompts), 0.0)
+    assert {prompt for prompt in fleet._described if prompt.startswith("p2/")} != set()
 
 
 def test_a_worker_that_runs_dry_relieves_the_most_crowded() -> None:

@@ -148,6 +148,13 @@ def test_new_prompts_are_ranked_by_what_is_known_of_them() -> None:
     assert len({blind.forecast(prompt) for prompt in new}) == 1, "without it all are alike"
     assert all(0.4 < foreseen[prompt] / new[prompt] < 2.5 for prompt in new)
     assert forecaster.forecast("100", num_sampled=10**6) > 10**6, "what was sampled already counts more"
+    wild = LengthForecaster(
+        lambda prompt: 50.0 * described(int(prompt)) if len(prompt) == 3 else described(int(prompt))
+    )
+    wild.learn_step({str(number): length_of(number) for number in range(60)})
+    bounds = [length for number in range(60) for length in length_of(number)]
+    told = {wild.forecast(str(number)) for number in range(100, 160)}
+    assert {min(bounds), max(bounds)} <= told and min(told) == min(bounds), "unlike anything it has seen"
     assert forecaster.forecast("5") != pytest.approx(foreseen["100"]), "one with a past has that"
 
 
@@ -173,16 +180,18 @@ def test_token_features_tell_prompts_apart() -> None:
     assert np.isfinite(token_features([])).all() and len(one) == len(token_features([]))
 
 
-def test_where_prompts_tell_nothing_of_lengths_all_are_forecast_alike() -> None:
-    def spread(knows: bool) -> float:
+def test_where_prompts_tell_nothing_of_lengths_all_are_forecast_nearly_alike() -> None:
+    """Also if some come again in every step, whose lengths it knows by heart."""
+
+    def spread(knows: bool, num_again: int = 0) -> float:
         ranker, dice = LengthRanker(), random.Random(0)
+        chance = {str(number): dice.gauss(0.0, 1.0) for number in range(num_again)}
         for step in range(8):
             prompts = {f"{step}/{number}": described(dice.randrange(10**6)) for number in range(32)}
-            lengths = {
-                prompt: [math.exp((found[2] if knows else dice.gauss(0.0, 1.0)) + dice.gauss(5.0, 0.1))]
-                for prompt, found in prompts.items()
-            }
-            ranker.learn_step(prompts, lengths)
+            told = {prompt: found[2] if knows else dice.gauss(0.0, 1.0) for prompt, found in prompts.items()} | chance
+            prompts |= {prompt: described(int(prompt)) for prompt in chance}
+            lengths = {prompt: [math.exp(told[prompt] + dice.gauss(5.0, 0.1))] for prompt in prompts}
+            ranker.learn_step(prompts, lengths, chance if step else ())
         return statistics.pstdev(math.log(ranker.forecast(described(dice.randrange(10**6)))) for _ in range(100))
 
-    assert spread(knows=False) < 0.1 * spread(knows=True)
+    assert max(spread(knows=False), spread(knows=False, num_again=20)) < 0.1 * spread(knows=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -22,8 +23,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "slipstream"
-FLASH_STEP, FLASH_LARGEST = 8, 256
-"""Of the sizes of heads that the flash kernel has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,8 @@ class Documents:
     """On each device, where documents end: the same in every layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        dtype = computed_in(query)
-        if query.device.type == "cuda" and flash_has(dtype, query.shape[-1], value.shape[-1], form):
+        largest = largest_flash_head(query.device)
+        if largest and fits_flash(dtype := computed_in(query), query.shape[-1], value.shape[-1], largest, form):
             return self._attend_at_once(query.to(dtype), key.to(dtype), value.to(dtype), form)
         return self.attend_one_by_one(query, key, value, form)
 
@@ -142,11 +141,21 @@ def computed_in(query: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
-def flash_has(dtype: torch.dtype, head_size: int, value_size: int, form: AttentionForm) -> bool:
-    """Whether torch's flash kernel computes this."""
+@cache
+def largest_flash_head(device: torch.device) -> int:
+    """Of heads that torch's flash kernel has forward and backward on this device; 0 if it has none."""
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return 0
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return 0
+    return 256 if capability in ((8, 0), (9, 0)) else 192  # others lack the shared memory for a larger backward
+
+
+def fits_flash(dtype: torch.dtype, head_size: int, value_size: int, largest: int, form: AttentionForm) -> bool:
     if form.softcap is not None or form.sinks_H is not None or head_size != value_size:
         return False
-    return dtype in (torch.bfloat16, torch.float16) and head_size % FLASH_STEP == 0 and head_size <= FLASH_LARGEST
+    return dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= largest
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:

@@ -47,7 +47,7 @@ WORTH_MOVING = 1.05
 MOST_MOVES = 2
 """Of one rollout: each costs computing its keys again."""
 DESCRIBED = 4096
-"""Prompts whose features are kept, 2 kB each: those of steps that are not closed, and then some."""
+"""Prompts whose features are kept when a step is closed, 2 kB each: more than are asked for ahead of it."""
 
 Forecast = Callable[[str, str], float]
 """Tokens that a rollout of a prompt will have."""
@@ -148,8 +148,6 @@ class Fleet:
         for prompt, token_ids in asked.prompts:
             self._described.pop(prompt, None)
             self._described[prompt] = token_features(token_ids)
-        for prompt in list(self._described)[: -max(DESCRIBED, len(asked.prompts))]:
-            del self._described[prompt]
 
     def _on_end(self, event: RolloutEnded) -> list[FleetAction]:
         rollout = self._rollouts[event.rollout]
@@ -199,6 +197,8 @@ class Fleet:
                 {rollout.uid: float(rollout.num_tokens) for rollout in done},
             )
             self._forecaster.learn_step(lengths)
+            for prompt in list(self._described)[:-DESCRIBED]:  # those that were asked for first
+                del self._described[prompt]
             actions.append(CloseStep(step, tuple(rollout.uid for rollout in done)))
             if leaves_some and not self.rules.mixes_steps:  # what was carried is of the next step now, for which others
                 for worker in list(self._workers.values()):  # may have waited

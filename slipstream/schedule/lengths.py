@@ -59,7 +59,7 @@ class LengthForecaster:
         if shifts:
             self._level += statistics.fmean(shifts)
         described = {prompt: found for prompt in lengths if (found := self._features(prompt)) is not None}
-        self._ranker.learn_step(described, lengths)
+        self._ranker.learn_step(described, lengths, self._visits)
         for prompt, group in lengths.items():
             visit = self._num_visits[prompt] = self._num_visits.get(prompt, 0) + 1
             kept = self._visits.setdefault(prompt, deque(maxlen=KEPT))
@@ -76,7 +76,9 @@ class LengthForecaster:
         known = self._known(prompt) + [(length, SIBLING_WEIGHT) for length in ended_siblings]
         features = self._features(prompt) if not known else None
         if features is not None and self._ranker.has_learned:
-            known = [(min(max(self._ranker.forecast(features), self._shortest), self._longest), 1.0)]
+            # Whole tokens: the last digits of a regression are the machine's, and order would hang on them.
+            told = float(round(self._ranker.forecast(features)))
+            known = [(min(max(told, self._shortest), self._longest), 1.0)]
         elif not known and not num_sampled and self._recent:
             if self._typical is None:
                 self._typical = _mean((length * math.exp(self._level - level), 1.0) for length, level in self._recent)

@@ -1,16 +1,16 @@
 """How long rollouts of a prompt nobody has sampled yet will be: a regression on what is known of the prompt. Pure.
 
 Ridge regression of the logarithm of lengths, learned online: each step adds its prompts, and what older steps said
-fades, since the policy moves on. Differences between prompts are forecast as far as earlier ones came true, not at all
-where prompts tell nothing of lengths. Features are whatever describes a prompt: the policy's own representation of it
-(the mean of its hidden states), or, where there is none, its token ids (`token_features`). The order of prompts is what
-dispatch needs; it comes right long before the lengths do.
+fades, since the policy moves on. Once some were forecast before their step, differences between prompts are forecast as
+far as those came true: hardly where prompts tell nothing of lengths. Features are whatever describes a prompt: the
+policy's own representation of it (the mean of its hidden states), or, where there is none, its token ids
+(`token_features`). The order of prompts is what dispatch needs; it comes right long before the lengths do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,19 +47,28 @@ class LengthRanker:
     def has_learned(self) -> bool:
         return self._num_prompts > 0
 
-    def learn_step(self, features: Mapping[str, Features], lengths: Mapping[str, Sequence[float]]) -> None:
-        """The prompts of one step, each with the lengths of its samples."""
+    def learn_step(
+        self,
+        features: Mapping[str, Features],
+        lengths: Mapping[str, Sequence[float]],
+        seen: Collection[str] = (),
+    ) -> None:
+        """The prompts of one step, each with the lengths of its samples. `seen`: those that it has learned from before,
+        so that to have forecast them says nothing."""
         known = [prompt for prompt in lengths if prompt in features and lengths[prompt]]
         if not known:
             return
         rows = np.stack([np.asarray(features[prompt], np.float64) for prompt in known])
-        logs = np.array([sum(map(math.log, lengths[prompt])) / len(lengths[prompt]) for prompt in known])
-        if self.has_learned:
+        logs = np.array(
+            [sum(math.log(max(1.0, one)) for one in lengths[prompt]) / len(lengths[prompt]) for prompt in known]
+        )
+        new = [place for place, prompt in enumerate(known) if prompt not in seen]
+        if self.has_learned and new:
             weights, centre, _ = self._solve()
-            foreseen = (rows - centre) @ weights
+            foreseen = (rows[new] - centre) @ weights
             foreseen -= foreseen.mean()
             self._foreseen = FADING * self._foreseen + float(foreseen @ foreseen)
-            self._came_true = FADING * self._came_true + float(foreseen @ logs)
+            self._came_true = FADING * self._came_true + float(foreseen @ logs[new])
         if self._products is None:
             width = rows.shape[1]
             self._feature_sums, self._with_length = np.zeros(width), np.zeros(width)
@@ -98,7 +107,8 @@ def token_features(token_ids: Sequence[int]) -> Features:
     """Which tokens and pairs of tokens a prompt has, in TOKEN_FEATURES numbers, and how many it has."""
     tokens = np.asarray(token_ids, np.uint64)
     pairs = tokens[:-1] * PAIRING + tokens[1:]
-    places = np.concatenate([tokens, pairs + PAIRING]) * SCATTERING >> np.uint64(64 - TOKEN_BITS)
+    mixed = np.concatenate([tokens, pairs + PAIRING]) * SCATTERING
+    places = (mixed ^ mixed >> np.uint64(29)) * SCATTERING >> np.uint64(64 - TOKEN_BITS)
     found = np.bincount(places.astype(np.int64), minlength=TOKEN_FEATURES).astype(np.float64)
     found /= max(1.0, float(np.linalg.norm(found)))
     return np.append(found, math.log1p(len(tokens)) / 4)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slipstream.schedule.events import RolloutsAsked
 from slipstream.schedule.members import FleetRollout
@@ -174,7 +174,7 @@ def _split(asked: RolloutsAsked) -> tuple[RolloutsAsked | None, RolloutsAsked]:
     prompts = dict.fromkeys(prompt for _, prompt in asked.rollouts)
     early = set(list(prompts)[: int(OVERSAMPLED * len(prompts))])
     parts = (
-        RolloutsAsked(asked.step, tuple(one for one in asked.rollouts if (one[1] in early) == is_early), asked.tokens)
+        replace(asked, rollouts=tuple(one for one in asked.rollouts if (one[1] in early) == is_early))
         for is_early in (True, False)
     )
     first, others = parts

@@ -32,7 +32,8 @@ def read_savings(files: Iterable[Path]) -> dict[str, list[float]]:
         seconds = {source: [row["timing_s/gen"] for row in rows] for source, rows in steps.items()}
         for source in others:
             pairs = zip(seconds[first], seconds[source], strict=True)
-            savings[source] = list(accumulate(without - spent for without, spent in pairs))
+            name = source if source not in savings else f"{source} ({file.stem})"
+            savings[name] = list(accumulate(without - spent for without, spent in pairs))
     return savings
 
 

@@ -1,6 +1,7 @@
 """Seconds of a step of the trainer, by shape and length: documents attended to all at once, and one by one.
 
-    python benchmarks/training.py --shapes smollm2-135m,qwen2.5-1.5b --out benchmarks/results/training.json
+    python benchmarks/training.py --shapes smollm2-135m --out benchmarks/results/training.json
+    python benchmarks/training.py --shapes qwen2.5-1.5b --micro-batch-tokens 8192 --out training-1.5b.json
 
 Random weights; responses with a long tail around each mean, in micro-batches as in recipes/smollm2-reasoner.yaml. A
 step is forward, backward and optimizer; the forward alone gives log-probabilities. Both ways take turns. Then a step

@@ -3,7 +3,8 @@
 Invariants, asserted by `tests/test_schedule_fleet.py`, whatever workers come, die or leave in between, also while a
 rollout is on its way from one to another: every rollout that was asked for is in exactly one closed step, unless it is
 carried into one that nobody asks for; a worker never has more rollouts than slots; no rollout is sampled
-twice at the same time; steps are closed in order; actions depend on the events alone.
+twice at the same time; steps are closed in order; actions depend on the events alone (and on how this machine adds up,
+where lengths of new prompts are told apart by a hair: `ranker.py`).
 """
 
 from __future__ import annotations

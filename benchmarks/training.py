@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from slipstream.config import Algorithm, Training
 from slipstream.draft.online import DrafterTrainer
 from slipstream.models.attention import AttentionForm, Documents
+from slipstream.models.precision import use_batch_invariant_products
 from slipstream.rng import keyed_random
 from slipstream.runtime.benches import describe_machine, load_shape
 from slipstream.runtime.engines import choose_device
@@ -158,10 +159,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=49152, help="of a step, prompts among them")
     parser.add_argument("--micro-batch-tokens", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--free-products", action="store_true", help="products as torch has them, not as beside an exact engine"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device, means = choose_device("auto"), [int(mean) for mean in arguments.means.split(",")]
-    record: dict[str, Any] = {"rows": [], "drafter": []}
+    if device.type == "cuda" and not arguments.free_products:
+        use_batch_invariant_products()
+    record: dict[str, Any] = {"free_products": arguments.free_products, "rows": [], "drafter": []}
     for shape in arguments.shapes.split(","):
         model = load_shape(shape, torch.float32, device)
         training = Training(micro_batch_tokens=arguments.micro_batch_tokens, lr=1e-6)

@@ -17,6 +17,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 import torch
+from plots import write
 
 from slipstream.config import Config, load_config
 from slipstream.draft.eagle import build_draft, kind_of
@@ -53,17 +54,15 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
         points = [(row["step"], row[name]) for row in rows if name in row]
         steps, values = zip(*points, strict=True) if points else ((), ())
         figure.add_scatter(x=steps, y=values, name=words, line_dash="dot" if name == "before" else "solid")
-    figure.update_layout(
-        template="simple_white",
+    write(
+        figure,
+        file,
         title="Tokens a step on rollouts not yet learned from",
         xaxis_title="step of RL",
         yaxis_title="tokens a step",
         yaxis_rangemode="tozero",
         legend={"x": 0.98, "y": 0.05, "xanchor": "right", "yanchor": "bottom"},
-        width=880,
-        height=420,
     )
-    figure.write_html(file, include_plotlyjs=True, config={"displayModeBar": False})
 
 
 def main() -> None:

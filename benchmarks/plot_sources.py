@@ -9,13 +9,13 @@ the same file, so it rises while drafts pay and falls while they cost. Dotted: w
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable
 from itertools import accumulate, cycle
 from pathlib import Path
 
 import plotly.graph_objects as go
+from plots import plot_results, write
 
 from slipstream.observe.figures import AQUA, BLUE, GREEN, GREY, ORANGE, PINK, VIOLET, YELLOW
 
@@ -37,7 +37,7 @@ def read_savings(files: Iterable[Path]) -> dict[str, list[float]]:
     return savings
 
 
-def draw(savings: dict[str, list[float]]) -> go.Figure:
+def draw(savings: dict[str, list[float]], file: Path) -> None:
     figure = go.Figure()
     free, fixed = cycle(FREE), cycle(FIXED)
     for source, saved in savings.items():
@@ -47,29 +47,17 @@ def draw(savings: dict[str, list[float]]) -> go.Figure:
         line |= {"dash": "dot"} if is_fixed else {}
         figure.add_scatter(x=list(range(1, len(saved) + 1)), y=saved, name=name, mode="lines+markers", line=line)
     figure.add_hline(y=0.0, line={"color": GREY, "width": 1})
-    figure.update_layout(
-        template="simple_white",
+    write(
+        figure,
+        file,
         title="Rollout seconds saved so far, same tokens",
         xaxis={"title": "step of RL", "dtick": 1},
         yaxis={"title": "seconds"},
         legend={"x": 0.01, "y": 0.99},
         margin={"t": 60, "l": 60, "r": 20, "b": 50},
-        width=880,
-        height=420,
     )
-    return figure
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, required=True, help="an HTML file")
-    arguments = parser.parse_args()
-    savings = read_savings(arguments.results)
-    if not savings:
-        parser.error("these files have one source each: run history_run.py with --sources off,... or --way")
-    draw(savings).write_html(arguments.out, include_plotlyjs=True, config={"displayModeBar": False})
 
 
 if __name__ == "__main__":
-    main()
+    lacking = "these files have one source each: run history_run.py with --sources off,... or --way"
+    plot_results(__doc__, read_savings, draw, lacking)

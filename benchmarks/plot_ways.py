@@ -9,7 +9,6 @@ with the standard error that rounds show; a size of batch that several files hav
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable
 from itertools import cycle
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
+from plots import plot_results, write
 
 from slipstream.observe.figures import AQUA, BLUE, GREEN, GREY, ORANGE, PINK, VIOLET, YELLOW
 
@@ -35,7 +35,7 @@ def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
     return [by_batch[batch] for batch in sorted(by_batch)]
 
 
-def draw(rows: list[dict[str, Any]]) -> go.Figure:
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
     figure = go.Figure()
     batches = [row["batch"] for row in rows]
     names = sorted({name for row in rows for name in row["arms"]}, key=_words_for)
@@ -53,16 +53,14 @@ def draw(rows: list[dict[str, Any]]) -> go.Figure:
         line={"color": BLUE, "width": 3},
     )
     figure.add_hline(y=1.0, line={"color": GREY, "width": 1})
-    figure.update_layout(
-        template="simple_white",
+    write(
+        figure,
+        file,
         title="Tokens a second against no drafts, same tokens",
         xaxis={"type": "log", "tickvals": batches, "title": "sequences in the batch"},
         yaxis={"title": "times no drafts", "rangemode": "tozero"},
         margin={"t": 60, "l": 60, "r": 20, "b": 50},
-        width=880,
-        height=420,
     )
-    return figure
 
 
 def _words_for(name: str) -> str:
@@ -74,16 +72,6 @@ def _words_for(name: str) -> str:
     return f"{'history, else ' if ' or ' in after else ''}drafter {depth} deep{f', {width} wide' if width else ''}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, required=True, help="an HTML file")
-    arguments = parser.parse_args()
-    rows = read_rows(arguments.results)
-    if not rows:
-        parser.error("in none of these files the selector took turns: run drafter_arms.py with --turns ... selector")
-    draw(rows).write_html(arguments.out, include_plotlyjs=True, config={"displayModeBar": False})
-
-
 if __name__ == "__main__":
-    main()
+    lacking = "in none of these files the selector took turns: run drafter_arms.py with --turns ... selector"
+    plot_results(__doc__, read_rows, draw, lacking)

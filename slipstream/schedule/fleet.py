@@ -81,6 +81,7 @@ class Fleet:
             case WorkerLeft():
                 return self._on_loss(event)
             case RolloutsAsked():
+                self._describe(event)
                 self._steps.ask(event)
                 return self._begin_steps()
             case WeightsLive():
@@ -116,7 +117,6 @@ class Fleet:
 
     def _place(self, asked: RolloutsAsked) -> list[FleetAction]:
         forecasts: dict[str, float] = {}
-        self._describe(asked)
         known, rollouts = dict(asked.tokens), []
         for uid, prompt in asked.rollouts:
             if self._forecast is not None:
@@ -147,8 +147,8 @@ class Fleet:
 
     def _describe(self, asked: RolloutsAsked) -> None:
         for prompt, token_ids in asked.prompts:
-            self._described.pop(prompt, None)
-            self._described[prompt] = token_features(token_ids)
+            known = self._described.pop(prompt, None)
+            self._described[prompt] = token_features(token_ids) if known is None else known
 
     def _on_end(self, event: RolloutEnded) -> list[FleetAction]:
         rollout = self._rollouts[event.rollout]

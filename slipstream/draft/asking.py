@@ -33,7 +33,8 @@ class Asking:
         self.is_on = self._has_model = has_model
         self._num_steps, self._began_at, self._fewest, self._longest = 0, 0, sys.maxsize, 0
         """Steps in all; of this rollout the first, and the smallest size of batch; and how many the longest had."""
-        self._told_from = -FED_BEFORE
+        self._told_from, self._used_from = -FED_BEFORE, -FED_BEFORE
+        """The step since which it is told what is said; and since which, told that, it has been best for any size."""
         self._since_s, self._asked_s, self._lost_s = 0.0, 0.0, 0.0
         """What steps have taken since the last rollout began in which it was asked; and while it is left alone, what
         those took until then, and what of that was lost."""
@@ -71,13 +72,20 @@ class Asking:
             return self._begin_rollout(is_in_use())
         return None
 
+    def note_use(self) -> None:
+        """It is the best for a size of batch, and was for none. What trials lost until then says nothing of what it
+        saves from now on; but once only, or one that is the best by chance now and then would never be found out."""
+        if self._used_from <= self._told_from:
+            self._used_from, self._gain_s = self._num_steps, 0.0
+
     def note_gain(self, seconds: float) -> None:
         """What the model saved in a step, less what it took to tell it of that."""
         self._gain_s += seconds
 
     def _begin_rollout(self, is_in_use: bool) -> str | None:
         pays = is_in_use and self._gain_s > 0
-        if not self._has_model or (self.is_on and not pays and self._num_steps - self._told_from < LEAST_STEPS):
+        told_for = self._num_steps - max(self._told_from, self._used_from)
+        if not self._has_model or (self.is_on and not pays and told_for < LEAST_STEPS):
             return None
         if self.is_on:
             self._asked_s, self._lost_s, self._has_learned = self._since_s, min(-self._gain_s, self._since_s), False

@@ -216,9 +216,9 @@ class Selector:
         if strategy == OFF:
             self._bucket(batch).note_off(seconds, step.is_fed)
         if step.is_fed or strategy.depth:
-            plain_s = seconds + saved_s  # and with the best way that asks no model as much less as that gains
-            gain_s = plain_s / bucket.beliefs.gain(bucket.without_model()) - seconds if strategy.depth else 0.0
-            self._asking.note_gain(gain_s - self._bucket(batch).feeding * plain_s)
+            # What the best way that asks no model would have taken; less, if it had not been told of it either.
+            alone_s = (seconds + saved_s) / bucket.beliefs.gain(bucket.without_model()) if strategy.depth else seconds
+            self._asking.note_gain((1.0 - self._bucket(batch).feeding) * alone_s - seconds)
         if is_matching or strategy.looks_for_matches:
             self._bucket(batch).seen.add(counted_tokens, seconds, not is_matching)
         bucket.num_steps, bucket.since_trial = bucket.num_steps + 1, bucket.since_trial + 1
@@ -359,6 +359,8 @@ class Selector:
         if bucket.gain(OFF) > 1.0 if way == OFF else bucket.gain(way, errors=-SURE) > CLEARLY:
             reason = f"{way} gives {bucket.gain(way):.2f} times the tokens of {bucket.best}"
             self.choices.append(Choice(batch, way, reason, bucket.is_matching))
+            if way.depth and not self._uses_model():
+                self._asking.note_use()
             bucket.take(way)
 
     def _guard(self, batch: int, bucket: Bucket) -> None:

@@ -422,3 +422,43 @@ def test_to_tell_a_model_takes_a_share_of_the_step_however_many_tokens_it_gives(
         if chosen == copies:
             lost.append(before_s - selector._asking._gain_s)
     assert len(lost) > 100 and lost == pytest.approx([FEEDING * 1.1] * len(lost))
+
+
+def test_what_a_model_saved_before_it_was_best_anew_is_not_forgotten() -> None:
+    asking = Asking(has_model=True)
+    for number, size in enumerate((*[64] * 1000, *[4] * 1000, 64, *[64] * 350, *[4] * 350, 64)):
+        if number == 2001:
+            asking.note_use()
+        asking.note_gain(0.1 if number < 2001 else -0.02)
+        asking.note_step(size, 1.0, lambda: True)
+    assert asking.is_on, "it saved 100 s, and then lost 14"
+
+
+@pytest.mark.parametrize(("loses", "is_best_at"), [(0.04, 3600), (0.15, 3600), (0.15, 2000), (0.15, None)])
+def test_what_is_forgiven_is_made_up_for_before_a_model_is_asked_again(loses: float, is_best_at: int | None) -> None:
+    """One that never pays, and is the best by chance when that is forgiven the most."""
+    asking, lost_s, told, in_use_until, num_steps = Asking(has_model=True), 0.0, 0, 0, 200_000
+    for step in range(num_steps):
+        told = told + 1 if asking.is_on else 0
+        lost_s += loses * asking.is_on
+        if asking.is_on:
+            asking.note_gain(-loses)
+        if told == is_best_at:
+            asking.note_use()
+            in_use_until = step + 500
+        in_use = step < in_use_until
+        asking.note_step(64 if step % 4000 < 3000 else 4, 1.0, lambda in_use=in_use: in_use)  # type: ignore[misc]
+    assert 0.5 * ALLOWED < lost_s / num_steps < 1.3 * ALLOWED, lost_s / num_steps
+
+
+def test_a_model_that_is_the_best_where_texts_are_repeated_is_in_use_too() -> None:
+    """What is the best outside makes too few drafts to be tried there."""
+    one, way = Strategy(1.0, 2), Strategy(2.0, 8, 2)
+    selector, asking = Selector([OFF, one, way]), Asking(has_model=True)
+    tokens, seconds = {OFF: 1.0, one: 1.5, way: 1.4}, {OFF: 1.0, one: 1.02, way: 1.05}
+    for _ in range(600):
+        chosen = selector.choose(8)
+        of_model = 0.4 if chosen.depth else None
+        selector.observe(StepResult(8, chosen, tokens[chosen], seconds[chosen], of_model=of_model, is_fed=True))
+    assert selector.best(8) == one and selector._asking._used_from == asking._used_from
+    assert selector.best(8, is_matching=True) == way and selector._asking._used_from == 600

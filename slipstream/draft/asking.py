@@ -34,7 +34,7 @@ class Asking:
         self._num_steps, self._began_at, self._fewest, self._longest = 0, 0, sys.maxsize, 0
         """Steps in all; of this rollout the first, and the smallest size of batch; and how many the longest had."""
         self._told_from, self._used_from = -FED_BEFORE, -FED_BEFORE
-        """The step since which it is told what is said; and since which, told that, it has been best for any size."""
+        """The step since which it is told what is said, and the one in which it first proved the best for any size."""
         self._since_s, self._asked_s, self._lost_s = 0.0, 0.0, 0.0
         """What steps have taken since the last rollout began in which it was asked; and while it is left alone, what
         those took until then, and what of that was lost."""
@@ -42,6 +42,8 @@ class Asking:
         """Since it is left alone."""
         self._gain_s = 0.0
         """What it saved since it is told, less what it took to tell it; of a rollout half as much as of the next."""
+        self._forgiven_s = 0.0
+        """Of that, what was lost before it first proved the best."""
 
     def state_dict(self) -> dict[str, float]:
         """Numbers only, for a checkpoint: a drafter that was left alone is left alone by whoever goes on from it."""
@@ -74,16 +76,17 @@ class Asking:
 
     def note_use(self) -> None:
         """It is the best for a size of batch, and was for none. What trials lost until then says nothing of what it
-        saves from now on; but once only, or one that is the best by chance now and then would never be found out."""
+        saves from now on; but once only, or one that is the best by chance now and then would never be found out. And
+        should it be left alone after all, then until that is made up for too."""
         if self._used_from <= self._told_from:
-            self._used_from, self._gain_s = self._num_steps, 0.0
+            self._used_from, self._forgiven_s = self._num_steps, max(0.0, -self._gain_s)
 
     def note_gain(self, seconds: float) -> None:
         """What the model saved in a step, less what it took to tell it of that."""
         self._gain_s += seconds
 
     def _begin_rollout(self, is_in_use: bool) -> str | None:
-        pays = is_in_use and self._gain_s > 0
+        pays = is_in_use and self._gain_s + self._forgiven_s > 0
         told_for = self._num_steps - max(self._told_from, self._used_from)
         if not self._has_model or (self.is_on and not pays and told_for < LEAST_STEPS):
             return None
@@ -91,7 +94,8 @@ class Asking:
             self._asked_s, self._lost_s, self._has_learned = self._since_s, min(-self._gain_s, self._since_s), False
         was_on, self.is_on = self.is_on, pays or self._is_due()
         if self.is_on:
-            self._since_s, self._gain_s = 0.0, self._gain_s / 2 if was_on else 0.0
+            kept = 0.5 if was_on else 0.0
+            self._since_s, self._gain_s, self._forgiven_s = 0.0, kept * self._gain_s, kept * self._forgiven_s
         if self.is_on and not was_on:
             self._told_from = self._num_steps
             learned = ", with what it has learned since," if self._has_learned else ""

@@ -319,7 +319,10 @@ class Selector:
         if (size, is_matching) not in self._buckets:
             self._buckets[size, is_matching] = bucket = self._new_bucket(size, is_matching)
             if is_matching:
+                was_in_use = self._uses_model()
                 bucket.begin_as(self._bucket(size))
+                if bucket.best.depth and not was_in_use:
+                    self._asking.note_use()
         return self._buckets[size, is_matching]
 
     def ways(self, batch: int) -> list[Strategy]:

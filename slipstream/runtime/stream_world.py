@@ -20,9 +20,9 @@ from slipstream.observe.ledger import Ledger
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.reports import Reports
 from slipstream.observe.store import RunStore
+from slipstream.runtime.advice import Drift
 from slipstream.runtime.crew import TrainerCrew, TrainerLost
 from slipstream.runtime.drafting import draft_metrics, past_texts, remember
-from slipstream.runtime.drift import Drift
 from slipstream.runtime.evaluation import EvaluationRound
 from slipstream.runtime.kept import (
     KEPT_FILE,

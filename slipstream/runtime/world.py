@@ -23,6 +23,7 @@ from slipstream.observe.ledger import Ledger, split_decoding
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.reports import Reports
 from slipstream.observe.store import RunStore
+from slipstream.runtime.advice import Lessons
 from slipstream.runtime.drafting import draft_choices, draft_metrics, remember
 from slipstream.runtime.evaluation import Interrupted, evaluate_sets
 from slipstream.runtime.learning import Learning
@@ -95,6 +96,7 @@ class LocalWorld:
         self._engine, self._trainer, self._desk = engine, trainer, desk
         self._selector, self._history = selector, history
         self._learner = None if learner is None else Learning(learner, trainer, engine, config, self._note)
+        self._lessons = Lessons(config.draft.source)
         self._ledger = Ledger()
         self._ledger.arrive(DEVICE, time.perf_counter())
         self._draft_s = 0.0
@@ -293,6 +295,8 @@ class LocalWorld:
         self._log.write(action.step, self._row)
         if action.step > 0:
             self._console.step_line(action.step, self._row)
+            if (advice := self._lessons.after_step(self._row)) is not None:
+                self._console.note(advice)
         self._row = {}
         return []
 

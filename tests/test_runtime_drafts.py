@@ -28,7 +28,9 @@ from slipstream.engine.strategy import OFF, Always, DraftCounts, Feeding, StepRe
 from slipstream.history.format import HistoryStoreError
 from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.observe.console import Console
 from slipstream.observe.store import RunStore
+from slipstream.runtime import advice
 from slipstream.runtime import tail as tail_module
 from slipstream.runtime.coats import drafter_worker
 from slipstream.runtime.drafter_messages import TakeDrafter
@@ -185,12 +187,17 @@ def test_the_selector_of_a_run_changes_no_number_and_its_choices_are_told(
     choices = [Choice(8, Strategy(2.0), reason)]
     take = Selector.take_choices  # its own depend on the clock
     monkeypatch.setattr(Selector, "take_choices", lambda self: take(self) + ([choices.pop()] if choices else []))
+    for name, value in {"LESSONS": 2, "DEAR": 0.0, "LITTLE": 1.0}.items():
+        monkeypatch.setattr(advice, name, value)
+    notes: list[str] = []
+    monkeypatch.setattr(Console, "note", lambda _, text: notes.append(text))
     folder = tmp_path / "on"
     recipe = settings(folder, draft={"source": "both", "widths": "aimd"}, drafter={"updates": 1})
     run_training(build_config(recipe | {"train": recipe["train"] | {"steps": 4}}), quiet=True)
     assert len(told(folder)) == 5 and set(rollouts(folder)) < set(rollouts(without))
     assert told(folder)[:4] == told(without)[:4], "but for the evaluation at its end"
     assert (folder / "history.db").exists() and rows_of(folder)[-1]["drafter/updates"] > 2
+    assert ["in the last 2 steps teaching the drafter took" in note for note in notes].count(True) == 1
     state = json.loads((folder / "checkpoints" / "step_4" / "run_state.json").read_text())
     assert any(len(bucket["ways"]) > 1 for bucket in state["drafting"].values()), "what it measured is in checkpoints"
     with RunStore(folder, read_only=True) as store:

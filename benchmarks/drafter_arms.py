@@ -47,7 +47,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.strategy import DraftPolicy, Strategy
 from slipstream.history.format import FILE_NAME
 from slipstream.history.store import HistoryStore
-from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.loading import load_model, load_tokenizer, width_of
 from slipstream.models.precision import resolve_precision
 from slipstream.models.rendering import prompt_key, render_prompts, stop_token_ids
 from slipstream.rng import derive_seed
@@ -79,7 +79,7 @@ class Bench:
         config = load_config(run / "config.yaml")
         saved = find_drafter(run)
         device = choose_device("auto")
-        self.dtype = resolve_precision("auto", device)
+        self.dtype = resolve_precision("auto", device, width_of(str(saved.target)))
         self.model: PreTrainedModel = load_model(str(saved.target), dtype=self.dtype, device=device)
         tokenizer = load_tokenizer(str(saved.target))
         prompts = render_prompts(tokenizer, load_training_problems(config), config.engine.max_prompt_tokens)

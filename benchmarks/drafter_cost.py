@@ -26,7 +26,7 @@ from slipstream.draft.learned import ModelGuesser
 from slipstream.engine.engine import Engine
 from slipstream.engine.strategy import OFF, Always, StepResult, Strategy
 from slipstream.models.precision import resolve_precision
-from slipstream.runtime.benches import describe_machine, load_shape
+from slipstream.runtime.benches import describe_machine, load_shape, shape_width
 from slipstream.runtime.engines import choose_device
 from slipstream.runtime.heap import still_heap
 from slipstream.types import Request, SamplingParams
@@ -114,10 +114,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = choose_device("auto")
-    dtype = resolve_precision("auto", device)
-    record = describe_machine(device, dtype) | {"what": "benchmarks/drafter_cost.py", "rows": []}
-    for shape in arguments.shapes.split(","):
-        model = load_shape(shape, dtype, device)
+    shapes = arguments.shapes.split(",")
+    dtypes = {shape: resolve_precision("auto", device, shape_width(shape)) for shape in shapes}
+    record = describe_machine(device, *dtypes.values()) | {"what": "benchmarks/drafter_cost.py", "rows": []}
+    for shape in shapes:
+        model = load_shape(shape, dtypes[shape], device)
         for batch in map(int, arguments.batches.split(",")):
             row = {"shape": shape} | measure(model, batch, arguments.new_tokens)
             record["rows"].append(row)

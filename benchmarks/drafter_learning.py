@@ -22,7 +22,7 @@ from plots import write
 from slipstream.config import Config, load_config
 from slipstream.draft.eagle import build_draft, kind_of
 from slipstream.draft.saved import DRAFTER_FILE, load_drafter_state
-from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.loading import load_model, load_tokenizer, width_of
 from slipstream.models.precision import resolve_precision
 from slipstream.models.rendering import render_prompts
 from slipstream.observe.store import RunStore
@@ -81,7 +81,8 @@ def main() -> None:
     if arguments.frozen not in folders:
         raise SystemExit(f"no checkpoint with a drafter at step {arguments.frozen}; there are {sorted(folders)}")
     rollouts = read_rollouts(run, config, str(folders[arguments.frozen]))
-    record = describe_machine(device, resolve_precision(config.train.precision, device))
+    width = width_of(str(folders[arguments.frozen]))
+    record = describe_machine(device, resolve_precision(config.train.precision, device, width))
     record |= {"what": "benchmarks/drafter_learning.py", "frozen": arguments.frozen, "depth": DEPTH, "rows": []}
     weights = {step: load_drafter_state(folder).weights for step, folder in folders.items()}
     kind = kind_of(weights[arguments.frozen])

@@ -303,14 +303,15 @@ def main() -> None:
     if options.worker:
         serve(options.worker)
         return
+    from slipstream.models.loading import width_of
     from slipstream.models.precision import resolve_precision
 
     names = [name for name in options.engines if options.vllm_python or not name.startswith("vllm")]
     left_out = [name for name in options.engines if name not in names]
     if left_out:
         print(f"left out: {', '.join(left_out)} (give --vllm-python PATH to include)")
-    dtype = str(resolve_precision(options.dtype, "cpu")).removeprefix("torch.")
     model = model_folder(options.model)
+    dtype = str(resolve_precision(options.dtype, "cpu", width_of(model))).removeprefix("torch.")
     prompts = render_questions(model, options.gsm8k, max(options.batches), options.prompt_tokens)
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     cores = usable[: options.threads]

@@ -27,6 +27,7 @@ from slipstream.engine.strategy import Always, Strategy
 from slipstream.models.precision import resolve_precision
 from slipstream.models.shapes import random_model
 from slipstream.rng import derive_seed
+from slipstream.runtime.benches import shape_width
 from slipstream.types import Request, Rollout, SamplingParams
 
 PROMPT_TOKENS = (5, 90)
@@ -74,7 +75,7 @@ def draft_from(reference: Rollouts, num_slots: int, max_length: int, device: tor
 
 def compare(shape: str, num_prompts: int, new_tokens: int, num_alone: int, exact: bool) -> list[dict[str, Any]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = random_model(shape, dtype=resolve_precision("auto", device), device=device)
+    model = random_model(shape, dtype=resolve_precision("auto", device, shape_width(shape)), device=device)
     requests = requests_for(num_prompts, new_tokens)
     max_length = PROMPT_TOKENS[1] + new_tokens
     ways: dict[str, dict[str, Any]] = {

@@ -21,7 +21,6 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.fitting import coarsely, padded
 from slipstream.engine.measure import PROMPT_TOKENS, time_decoding
 from slipstream.engine.packing import Launch
-from slipstream.models.precision import resolve_precision
 from slipstream.runtime.benches import check_shape, describe_machine, load_shape
 from slipstream.runtime.heap import still_heap
 
@@ -48,7 +47,7 @@ def main() -> None:
     for shape in shapes:
         check_shape(shape)
     device = torch.device("cuda")
-    dtype = resolve_precision("auto", device)
+    dtype = torch.bfloat16
     sizes = sorted({padded(count) for count in range(1, arguments.most + 1) if padded(count) != coarsely(count)})
     rows: list[dict[str, Any]] = []
     for shape in shapes:

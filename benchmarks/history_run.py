@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import yaml
 
+from slipstream.models.loading import width_of
 from slipstream.models.precision import resolve_precision
 from slipstream.observe.store import RunStore
 from slipstream.runtime.benches import describe_machine
@@ -98,8 +99,7 @@ def main() -> None:
         *arguments.overrides,
     ]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = resolve_precision("auto", device)
-    record = describe_machine(device, precision) | {"what": "benchmarks/history_run.py", **vars(arguments)}
+    record = {"what": "benchmarks/history_run.py", **vars(arguments)}
     record["out"], record["keep"] = arguments.out.name, arguments.keep is not None
     record["model"] = arguments.model is not None
     sources = [*arguments.sources.split(","), *arguments.way]
@@ -110,6 +110,7 @@ def main() -> None:
             warm = Path(folder, "warm")
             train(recipe, warm, f"warmup.steps={arguments.warmup_steps}", *shared, "train.steps=1", "draft.source=off")
             model = warm / "checkpoints" / "step_1"
+        record |= describe_machine(device, resolve_precision("auto", device, width_of(str(model))))
         runs: dict[str, list[dict[str, Any]]] = {}
         for source in sources:
             of, _, way = source.partition(": ")

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from slipstream.models.loading import width_of
 from slipstream.models.precision import resolve_precision
 from slipstream.observe.ledger import shares
 from slipstream.observe.store import RunStore
@@ -109,8 +110,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of the recipe, for all runs")
     arguments = parser.parse_args()
     device, started_s = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.time()
-    record: dict[str, Any] = describe_machine(device, resolve_precision("auto", device))
-    record |= {"what": "benchmarks/modes.py", "overrides": arguments.overrides, "load_at_start": os.getloadavg()[0]}
+    record: dict[str, Any] = {"what": "benchmarks/modes.py", "overrides": arguments.overrides}
+    record["load_at_start"] = os.getloadavg()[0]
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         parent, settings = arguments.keep or Path(temporary), [*WORKLOAD, *arguments.overrides]
@@ -118,6 +119,7 @@ def main() -> None:
         if model is None:
             train(parent / "warm", [*settings, "train.steps=0"])
             model = parent / "warm" / "checkpoints" / "step_0"
+        record |= describe_machine(device, resolve_precision("auto", device, width_of(str(model))))
         settings += [f"model={model}", "warmup=null", f"train.steps={arguments.steps}"]
         for case in arguments.cases.split(";"):
             folder = parent / case.replace(", ", "-").replace(" ", "-")

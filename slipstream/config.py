@@ -98,7 +98,8 @@ class EngineSettings(Section):
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longest prompt, in tokens; a longer one is an error that names it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the engine's weights and KV; auto: bfloat16 where the processor has it, else float32."""
+    """Number format of the engine's weights and KV; auto: bfloat16 where the processor has it and gains by it, which a
+    CPU does not with models narrower than 256, else float32."""
     kv_tokens: int | None = Field(None, ge=1)
     """Memory for the keys and values of this many tokens in all; None: for max_sequences of full length. With less, the
     youngest sequences are computed again when it runs out, which changes their speed and no token."""

@@ -201,6 +201,17 @@ def test_check_says_what_this_machine_can_run(capsys: pytest.CaptureFixture[str]
     assert "\nfusion         3 of 3 layers fused (llama)\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("has_it", [True, False])
+def test_check_says_what_auto_means_for_the_number_format(has_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.models import precision
+    from slipstream.runtime.machine import check_machine
+
+    monkeypatch.setattr(precision, "has_native_bfloat16", lambda device: has_it)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said = check_machine().facts["bfloat16"]
+    assert ("auto means it for hidden states of 256 and more" if has_it else "auto mean float32") in said
+
+
 def test_check_says_why_a_model_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("check", "./nowhere") == 1
     printed = capsys.readouterr().out
@@ -233,6 +244,7 @@ def test_the_engine_bench_writes_what_it_prints(
     record = json.loads(file.read_text())
     assert record["what"] == "slipstream bench engine" and record["exact"] and record["plain"] == bool(words)
     assert record["copy_bytes_per_s"] > 0 and {"slipstream", "torch", "device", "dtype"} <= record.keys()
+    assert record["dtype"] == "float32", "as a run computes with this narrow model, whatever the processor has"
     assert [(row["shape"], row["batch"], row["new_tokens"]) for row in record["rows"]] == [
         ("tiny", 1, 16),
         ("tiny", 2, 16),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.engine.engine import Engine
-from slipstream.models.loading import load_model, load_shape, load_tokenizer
+from slipstream.models.loading import load_model, load_shape, load_tokenizer, width_of
 from slipstream.models.rendering import render_prompt, stop_token_ids
 from slipstream.types import Problem, Request, SamplingParams
 
@@ -45,6 +45,7 @@ def test_a_shape_is_the_model_without_its_weights(tmp_path: Path) -> None:
     model.generation_config.eos_token_id = [3, 5]
     model.save_pretrained(tmp_path)
     shape, tokenizer = load_shape(tmp_path), load_tokenizer("tiny")
+    assert width_of("tiny") == width_of(str(tmp_path)) == shape.config.hidden_size
     assert {name: weight.shape for name, weight in shape.named_parameters()} == {
         name: weight.shape for name, weight in model.named_parameters()
     }

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from slipstream.config import build_config, load_config
 from slipstream.engine.engine import Engine
 from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.precision import has_native_bfloat16
 from slipstream.observe.store import RunStore
 from slipstream.runtime.engines import build_engine
 from slipstream.runtime.folder import RunFolder
@@ -110,6 +111,15 @@ def test_checkpoints_load_with_from_pretrained(unbroken: Path) -> None:
 
 def test_the_engine_and_the_trainer_agree_on_logprobs(unbroken: Path) -> None:
     assert all(row["mismatch_kl"] < 1e-9 for row in measured(unbroken)[1:])
+
+
+@pytest.mark.skipif(not has_native_bfloat16(torch.device("cpu")), reason="slow where it is emulated")
+def test_in_bfloat16_they_agree_but_for_rounding(tmp_path: Path) -> None:
+    changes = {"engine": SETTINGS["engine"] | {"dtype": "bfloat16"}, "run": {"dir": tmp_path}, "eval": {"every": 0}}
+    changes["train"] = SETTINGS["train"] | {"precision": "bfloat16", "steps": 3}
+    run_training(build_config(SETTINGS | changes), quiet=True)
+    mismatches = [row["mismatch_kl"] for row in measured(tmp_path)[1:]]
+    assert len(mismatches) == 3 and all(1e-9 < one < 1e-3 for one in mismatches)
 
 
 FACTS = {"RunBegan", "GroupScored", "StepTrained", "WeightsLive", "Evaluated", "Saved", "StopAsked"}

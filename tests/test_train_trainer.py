@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.config import Algorithm, Training
 from slipstream.models.attention import ATTENTION_NAME
-from slipstream.models.precision import resolve_precision
+from slipstream.models.precision import WIDE, precision_of, resolve_precision
 from slipstream.train.policy import NonFiniteLoss
 from slipstream.train.trainer import Trainer, split_by_group
 from slipstream.types import TrainSample
@@ -267,11 +267,18 @@ def test_bfloat16_gradient_points_as_float32_after_passes_without_gradient() -> 
 
 
 def test_resolve_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve_precision("float32", "cuda") == torch.float32
-    assert resolve_precision("bfloat16", torch.device("cpu")) == torch.bfloat16
+    assert resolve_precision("float32", "cuda", 4096) == torch.float32
+    assert resolve_precision("bfloat16", torch.device("cpu"), 8) == torch.bfloat16
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert resolve_precision("auto", "cpu") == torch.float32
+    assert resolve_precision("auto", "cpu", 4096) == torch.float32
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    assert resolve_precision("auto", "cpu") == torch.bfloat16
+    assert resolve_precision("auto", "cpu", WIDE) == torch.bfloat16
+    assert resolve_precision("auto", "cpu", WIDE - 1) == torch.float32
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    assert resolve_precision("auto", "cuda", 8) == torch.bfloat16, "on a GPU whatever the width"
+    narrow = tiny_llama()
+    assert narrow.config.hidden_size < WIDE and precision_of("auto", narrow) == torch.float32
+    monkeypatch.setattr(narrow.config, "hidden_size", WIDE)
+    assert precision_of("auto", narrow) == torch.bfloat16

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from slipstream.models.attention import ATTENTION_NAME, Attention, AttentionForm, Documents, attending
 from slipstream.models.packed import document_hidden, head_logits
-from slipstream.models.tiny import build_tiny_model, build_tiny_tokenizer
+from slipstream.models.tiny import WIDTH, build_tiny_model, build_tiny_tokenizer
 from slipstream.models.weights import cast_weights
 
 # Its bars for loading a few megabytes would break up our own.
@@ -58,6 +58,13 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: int
     model.set_attn_implementation(ATTENTION_NAME)
     _refuse_unseen_attention(model, name)
     return model.to(device)  # type: ignore[arg-type]
+
+
+def width_of(name: str) -> int:
+    """Of its hidden states, without its weights."""
+    if name == "tiny":
+        return WIDTH
+    return int(AutoConfig.from_pretrained(_resolve(name)).get_text_config().hidden_size)
 
 
 def load_shape(folder: Path) -> PreTrainedModel:

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+WIDTH = 128
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<q>", "<a>")
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
@@ -46,7 +47,7 @@ def build_tiny_model(seed: int, vocab_size: int) -> LlamaForCausalLM:
     """
     config = LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=128,
+        hidden_size=WIDTH,
         intermediate_size=352,
         num_hidden_layers=3,
         num_attention_heads=4,

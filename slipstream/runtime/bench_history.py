@@ -21,7 +21,7 @@ from slipstream.draft.workloads import ReplayGroup, adversarial, alike, epochs_o
 from slipstream.engine.engine import Engine
 from slipstream.history.format import words_of
 from slipstream.models.precision import resolve_precision
-from slipstream.runtime.benches import check_shape, describe_machine, load_shape, new_table, write_record
+from slipstream.runtime.benches import check_shape, describe_machine, load_shape, new_table, shape_width, write_record
 from slipstream.runtime.engines import choose_device
 from slipstream.runtime.heap import still_heap
 from slipstream.runtime.traces import read_trace
@@ -58,7 +58,7 @@ def bench_history(
     check_shape(shape)
     recorded = read_trace(trace) if trace is not None else None
     device = choose_device("auto")
-    dtype = resolve_precision("auto", device)
+    dtype = resolve_precision("auto", device, shape_width(shape))
     model = load_shape(shape, dtype, device)
     vocab_size = model.config.get_text_config().vocab_size
     largest = max((token for one in recorded or () for token in (*one.token_ids, *one.prompt_ids)), default=0)

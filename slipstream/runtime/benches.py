@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from slipstream.engine.engine import Engine
 from slipstream.engine.measure import PROMPT_TOKENS, read_bandwidth, time_decoding
-from slipstream.models.loading import BUILT_IN, load_model
+from slipstream.models.loading import BUILT_IN, load_model, width_of
 from slipstream.models.precision import Precision, resolve_precision
 from slipstream.models.shapes import SHAPES, random_model
 from slipstream.runtime.engines import choose_device
@@ -45,16 +45,16 @@ def bench_engines(
         check_shape(shape)
     device = choose_device("auto")
     precision: Precision = dtype  # type: ignore[assignment]
-    resolved = resolve_precision(precision, device)
+    dtypes = {shape: resolve_precision(precision, device, shape_width(shape)) for shape in shapes}
     console = Console()
     bandwidth = read_bandwidth(device)
     rows: list[dict[str, Any]] = []
-    title = f"{_device_name(device)}, {resolved}, copy {bandwidth / 1e12:.2f} TB/s"
+    title = f"{_device_name(device)}, {_named(*dtypes.values())}, copy {bandwidth / 1e12:.2f} TB/s"
     table = new_table(title, COLUMNS, words=("shape",))
     for shape in shapes:
         started = time.perf_counter()
         engine = Engine(
-            load_shape(shape, resolved, device),
+            load_shape(shape, dtypes[shape], device),
             max_sequences=max(batches),
             max_length=PROMPT_TOKENS + new_tokens,
             exact=exact,
@@ -79,7 +79,7 @@ def bench_engines(
             )
         del engine
     console.print(table)
-    record = describe_machine(device, resolved) | {
+    record = describe_machine(device, *dtypes.values()) | {
         "what": "slipstream bench engine",
         "exact": exact,
         "plain": plain,
@@ -92,7 +92,7 @@ def bench_engines(
 
 def new_table(title: str, columns: Sequence[str], words: Sequence[str]) -> Table:
     """Numbers to the right, columns of `words` to the left; narrow enough for a terminal of 80 columns."""
-    table = Table(title=title, box=SIMPLE_HEAD)
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
     return table
@@ -104,14 +104,18 @@ def write_record(record: dict[str, Any], json_file: Path | None, console: Consol
         console.print(f"written to {json_file}")
 
 
-def describe_machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def describe_machine(device: torch.device, *dtypes: torch.dtype) -> dict[str, Any]:
     """What every record of a measurement begins with."""
     return {
         "slipstream": installed_version("slipstream-rl"),
         "torch": torch.__version__,
         "device": _device_name(device),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": _named(*dtypes),
     }
+
+
+def _named(*dtypes: torch.dtype) -> str:
+    return ", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def check_shape(shape: str) -> None:
@@ -119,6 +123,10 @@ def check_shape(shape: str) -> None:
     if shape not in (*SHAPES, *BUILT_IN) and "/" not in shape and not Path(shape).is_dir():
         known = ", ".join((*SHAPES, *BUILT_IN))
         raise ValueError(f"unknown shape '{shape}'; known: {known}, or a model folder, or owner/name on the hub")
+
+
+def shape_width(shape: str) -> int:
+    return int(SHAPES[shape]["hidden_size"]) if shape in SHAPES else width_of(shape)
 
 
 def load_shape(shape: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.measure import speed_points
 from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.packed import document_hidden
-from slipstream.models.precision import resolve_precision, use_batch_invariant_products
+from slipstream.models.precision import precision_of, use_batch_invariant_products
 from slipstream.models.weights import cast_weights
 from slipstream.rng import derive_seed
 from slipstream.runtime.drafter_messages import FromMember
@@ -66,7 +66,7 @@ def sample_in_process(
         if device.type == "cuda" and config.engine.exact:
             use_batch_invariant_products()
         model = load_model(config.model, dtype=torch.float32, device=device, seed=config.seed).requires_grad_(False)
-        cast_weights(model, resolve_precision(config.engine.dtype, device))
+        cast_weights(model, precision_of(config.engine.dtype, model))
         past = PastTexts()
         remembered = past.of_prompt if remembers(config) else None
         tokenizer, selector = load_tokenizer(config.model), build_selector(config, device)
@@ -121,7 +121,7 @@ def train_in_process(
         trainer = TrainerRank(config, source, rank=rank, num_ranks=num_ranks, rendezvous=rendezvous, resume=True)
         if config.algorithm.kl_coef > 0:
             trainer.set_reference(str(config.run.dir / REFERENCE_FOLDER))
-        dtype = resolve_precision(config.engine.dtype, device)
+        dtype = precision_of(config.engine.dtype, trainer.trainer.model)
         publisher = ways.publisher(weights_folder, dtype) if rank == 0 else None
         drafter_folder = config.run.dir / VERSIONS_FOLDER if learns(config) else None
         worker = TrainerWorker(trainer, publisher, pipe.say, drafter_folder=drafter_folder)

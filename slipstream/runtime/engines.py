@@ -12,7 +12,7 @@ from slipstream.draft.eagle import build_draft
 from slipstream.draft.history import Past
 from slipstream.draft.selector import Selector
 from slipstream.engine.engine import GRAPH_BYTES, PAGE_TOKENS, Engine
-from slipstream.models.precision import resolve_precision
+from slipstream.models.precision import precision_of
 from slipstream.models.weights import cast_weights
 from slipstream.runtime.drafting import build_drafter, learns, settle_source
 from slipstream.runtime.placement import TRAINER_BYTES, USABLE, kv_tokens_in
@@ -31,9 +31,8 @@ def build_engine(
     selector: Selector | None = None,
 ) -> Engine:
     """An engine with its own copy of the weights, in the engine's number format, that drafts if the recipe lets it."""
-    dtype = resolve_precision(config.engine.dtype, device)
     served: PreTrainedModel = copy.deepcopy(model).requires_grad_(False)
-    cast_weights(served, dtype)
+    cast_weights(served, precision_of(config.engine.dtype, model))
     return engine_around(served, config, tokenizer, device, past, selector)
 
 

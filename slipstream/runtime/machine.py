@@ -110,7 +110,7 @@ def _version(module: str) -> str | None:
 def _torch_facts() -> dict[str, str]:
     import torch
 
-    from slipstream.models.precision import has_native_bfloat16
+    from slipstream.models.precision import WIDE, has_native_bfloat16
 
     facts = {"torch": torch.__version__, "transformers": installed_version("transformers")}
     if torch.cuda.is_available():
@@ -119,8 +119,11 @@ def _torch_facts() -> dict[str, str]:
     else:
         facts["gpu"] = "none: everything runs on the CPU"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    native = has_native_bfloat16(device)
-    facts["bfloat16"] = "native on this device" if native else "not native here: dtype and precision auto mean float32"
+    if not has_native_bfloat16(device):
+        facts["bfloat16"] = "not native here: dtype and precision auto mean float32"
+    else:
+        narrow = f"; auto means it for hidden states of {WIDE} and more" if device.type == "cpu" else ""
+        facts["bfloat16"] = f"native on this device{narrow}"
     return facts
 
 

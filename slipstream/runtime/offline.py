@@ -24,7 +24,7 @@ from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import DrafterState
 from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.packed import document_hidden
-from slipstream.models.precision import resolve_precision
+from slipstream.models.precision import precision_of
 from slipstream.models.rendering import render_prompts
 from slipstream.models.weights import fingerprint
 from slipstream.observe.console import Console
@@ -250,7 +250,7 @@ def _batches(samples: Iterable[Sample], most_tokens: int) -> Iterator[list[Sampl
 @torch.no_grad()
 def _hidden(model: PreTrainedModel, config: Config, ids_T: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """In the trainer's number format."""
-    dtype = resolve_precision(config.train.precision, model.device)
+    dtype = precision_of(config.train.precision, model)
     with torch.autocast(model.device.type, dtype=dtype, enabled=dtype != torch.float32):
         return document_hidden(model, ids_T, lengths)
 

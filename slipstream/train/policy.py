@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from slipstream.config import Algorithm, Training
 from slipstream.models.packed import document_hidden
-from slipstream.models.precision import resolve_precision
+from slipstream.models.precision import precision_of
 from slipstream.train.algorithms import ALGORITHMS, token_weight
 from slipstream.train.loss import Metrics, logprobs_and_entropy, policy_loss
 from slipstream.train.packing import pack
@@ -95,7 +95,7 @@ class Policy:
         self.reference: PreTrainedModel | None = None
         self.on_hidden: Callable[[MicroBatch, Tensor], None] | None = None
         self.device = next(model.parameters()).device
-        self.dtype = resolve_precision(training.precision, self.device)
+        self.dtype = precision_of(training.precision, model)
         self.temperature, self.max_new_tokens = temperature, max_new_tokens
         self.recipe = ALGORITHMS[algorithm.name]
         self.clip_low = self.recipe.clip_low if algorithm.clip_low is None else algorithm.clip_low

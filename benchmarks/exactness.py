@@ -3,8 +3,8 @@
     python benchmarks/exactness.py --out benchmarks/results/exactness.json
 
 Random weights of a known shape, temperature 1. Every way of running must give the rollouts of the first, tokens and
-log-probabilities, to the bit. Then the same without batch-invariant products: the share of tokens that still match. The
-exact part runs in a process of its own, since cuBLAS may read its workspace sizes once. For the price in time compare
+log-probabilities, to the bit. On a GPU then the same without batch-invariant products: the share of tokens that still
+match. The exact part runs in a process of its own, since cuBLAS may read its workspace sizes once. For the price in time compare
 `slipstream bench engine` with and without `--no-exact`.
 """
 
@@ -24,10 +24,11 @@ from slipstream.draft.history import HistoryDrafter
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.engine.engine import Engine
 from slipstream.engine.strategy import Always, Strategy
-from slipstream.models.precision import resolve_precision
+from slipstream.models.precision import Precision, resolve_precision
 from slipstream.models.shapes import random_model
 from slipstream.rng import derive_seed
-from slipstream.runtime.benches import shape_width
+from slipstream.runtime.benches import describe_machine, shape_width
+from slipstream.runtime.engines import choose_device
 from slipstream.types import Request, Rollout, SamplingParams
 
 PROMPT_TOKENS = (5, 90)
@@ -73,9 +74,11 @@ def draft_from(reference: Rollouts, num_slots: int, max_length: int, device: tor
     return {"drafter": drafter, "policy": Always(Strategy(4.0, 2))}
 
 
-def compare(shape: str, num_prompts: int, new_tokens: int, num_alone: int, exact: bool) -> list[dict[str, Any]]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = random_model(shape, dtype=resolve_precision("auto", device, shape_width(shape)), device=device)
+def compare(
+    shape: str, dtype: Precision, num_prompts: int, new_tokens: int, num_alone: int, exact: bool
+) -> list[dict[str, Any]]:
+    device = choose_device("auto")
+    model = random_model(shape, dtype=resolve_precision(dtype, device, shape_width(shape)), device=device)
     requests = requests_for(num_prompts, new_tokens)
     max_length = PROMPT_TOKENS[1] + new_tokens
     ways: dict[str, dict[str, Any]] = {
@@ -116,6 +119,7 @@ def compare(shape: str, num_prompts: int, new_tokens: int, num_alone: int, exact
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="smollm2-135m")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--alone", type=int, default=64, help="prompts that also run one after another")
@@ -124,15 +128,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.only:
         sizes = arguments.prompts, arguments.new_tokens, arguments.alone
-        arguments.out.write_text(json.dumps(compare(arguments.shape, *sizes, exact=arguments.only == "exact")))
+        rows = compare(arguments.shape, arguments.dtype, *sizes, exact=arguments.only == "exact")
+        arguments.out.write_text(json.dumps(rows))
         return
-    rows: list[dict[str, Any]] = []
-    for only in ("exact", "inexact"):
+    device = choose_device("auto")
+    resolved = resolve_precision(arguments.dtype, device, shape_width(arguments.shape))
+    rows = []
+    for only in ("exact", "inexact") if device.type == "cuda" else ("exact",):
         with tempfile.NamedTemporaryFile() as part:
             subprocess.run([sys.executable, *sys.argv, "--only", only, "--out", part.name], check=True)
             rows += json.loads(Path(part.name).read_text())
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    arguments.out.write_text(json.dumps({"shape": arguments.shape, "device": device, "rows": rows}, indent=1) + "\n")
+    record = describe_machine(device, resolved) | {"shape": arguments.shape, "rows": rows}
+    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     wrong = [row["way"] for row in rows if row["exact"] and row["identical"] != row["rollouts"]]
     sys.exit(f"not identical: {', '.join(wrong)}" if wrong else 0)
 

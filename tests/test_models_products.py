@@ -8,8 +8,9 @@ from tiny_models import small_llama
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from slipstream.models import products
-from slipstream.models.products import MOST_ROWS, Product
+from slipstream.models import heights, products
+from slipstream.models.heights import MOST_ROWS, heights_of
+from slipstream.models.products import Product
 from slipstream.models.recognise import fuse
 from slipstream.models.weights import named_weights, write_weights
 
@@ -28,25 +29,32 @@ def test_a_product_is_its_layers_side_by_side(bias: bool, num_rows: int) -> None
     torch.testing.assert_close(Product(linears)(x), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_packed_product_has_the_same_bits_at_every_height() -> None:
+def test_a_product_has_the_same_bits_at_every_height() -> None:
     product = Product(layers(80, bias=False))
-    if not product.is_packed:
-        pytest.skip("this processor's packed products depend on the height, so they are not used")
     x = torch.randn(MOST_ROWS, 48)
     whole = product(x)
+    assert product.serves_any_height
     assert all(torch.equal(product(x[:n]), whole[:n]) for n in range(1, MOST_ROWS))
     assert torch.equal(product(x.unsqueeze(0))[0], whole), "the head is asked with one dimension more"
+    assert torch.equal(product(torch.cat([x, x])), torch.cat([whole, whole])), "of more rows than a step has"
 
 
-def test_packing_that_depends_on_the_height_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_padded_to_heights_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
     def by_height(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append(len(x))
         return linear(x, packed, bias) + (1e-6 if len(x) < 16 else 0.0)
 
-    monkeypatch.setattr(products, "_pack", lambda weight: weight)
-    monkeypatch.setattr(products, "_packed_product", by_height)
-    products._packing_keeps_bits.cache_clear()
-    assert not Product(layers(64, bias=False)).is_packed
-    products._packing_keeps_bits.cache_clear()
+    for module in (products, heights):
+        monkeypatch.setattr(module, "can_pack", lambda dtype: True)
+        monkeypatch.setattr(module, "pack", lambda weight: weight)
+        monkeypatch.setattr(module, "packed_product", by_height)
+    heights_of.cache_clear()
+    product, x = Product(layers(64, bias=False)), torch.randn(3, 48)
+    seen.clear()
+    assert torch.equal(product(x[:1]), product(x)[:1]) and min(seen) >= 16
+    heights_of.cache_clear()
 
 
 def test_weights_that_are_written_are_packed_again() -> None:

@@ -81,6 +81,15 @@ def small_llama(
     return model.eval()
 
 
+def wide_llama(dtype: torch.dtype) -> LlamaForCausalLM:
+    """One layer with the widths of SmolLM2, whose products libraries compute in other ways at other heights."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    model = LlamaForCausalLM(LlamaConfig(**COMMON | sizes | {"num_hidden_layers": 1, "initializer_range": 0.1}))
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model.to(dtype).eval()
+
+
 def group(name: str, prompt: tuple[int, ...], num_samples: int, *, seed: int = 0, **sampling: Any) -> list[Request]:
     """Requests of one prompt; stop tokens only where asked for."""
     params = SamplingParams(**{"max_new_tokens": 12} | sampling)

@@ -5,9 +5,9 @@ knows no reward, no schedule and no trainer. On a GPU a step is a CUDA graph, an
 one runs; on CPU it runs eagerly and is read at once.
 
 Promise: a rollout depends on (weights, prompt, seed, sampling) alone, to the bit. Attention and sampling are exact by
-construction. A plain matrix product gives a row the same bits on CPU as long as its height stays within
-[MIN_STEP_TOKENS, CPU_STEP_TOKENS], so shorter steps are padded unless all products are packed (`models/products.py`),
-and longer ones never planned; on a GPU by the settings of `models/precision.py`.
+construction. Matrix products give a row the same bits on a CPU at the heights that `models/heights.py` finds, to which
+they are padded (`models/products.py`), or the whole step for a model that is not wholly fused; on a GPU by the settings
+of `models/precision.py`.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from slipstream.engine.strategy import (
     result_of,
 )
 from slipstream.models.cached import KVPages
+from slipstream.models.heights import MOST_ROWS, common_heights, height_for
 from slipstream.models.memory import WeightMemory
 from slipstream.models.precision import check_batch_invariance, use_batch_invariant_products
 from slipstream.models.recognise import fuse, is_fused
 from slipstream.models.weights import fingerprint, write_weights
 from slipstream.types import EngineFacts, Request, Rollout, WeightVersion
 
-# Measured (docs/log.md): MKL, oneDNN and OpenBLAS switch kernels below 2 or 16 rows and above 128.
 MIN_STEP_TOKENS = 16
-CPU_STEP_TOKENS = 128
+"""On a CPU, of a model that is not wholly fused: below, some libraries compute a row in another way (docs/log.md)."""
 GPU_STEP_TOKENS = 2048
 GPU_STEPS_AHEAD = 2
 """One would do if the host were never late; with two, it may once be late by a whole step (docs/log.md)."""
@@ -100,6 +100,11 @@ class Engine:
         self.model = model.eval()
         assert fused or not is_fused(model), "another engine has fused this model: the plain twin needs its own copy"
         self.fusion = fuse(model) if fused else None
+        self._heights: Sequence[int] = ()
+        """Of steps on a CPU."""
+        if not on_gpu:
+            serves_any = self.fusion is not None and self.fusion.any_height
+            self._heights = range(1, MOST_ROWS + 1) if serves_any else common_heights(model, least=MIN_STEP_TOKENS)
         table_pages = -(-max_length // PAGE_TOKENS)
         if self.fusion is not None:
             self.fusion.know_positions(table_pages * PAGE_TOKENS)
@@ -107,7 +112,7 @@ class Engine:
         self._batcher = Batcher(
             pool,
             num_slots=max_sequences,
-            max_step_tokens=GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS,
+            max_step_tokens=GPU_STEP_TOKENS if on_gpu else self._heights[-1],
             max_length=max_length,
             page_tokens=PAGE_TOKENS,
             stop_texts=None if decode is None else StopTexts(decode),
@@ -132,7 +137,6 @@ class Engine:
         self._demand, self._are_matching, self._feeding = Demand(), False, Feeding.NOTHING
         self._last_done: torch.cuda.Event | float | None = None
         """When the step before the next one to be read was done, if nothing came between."""
-        self._min_rows = 1 if self.fusion is not None and self.fusion.any_height else MIN_STEP_TOKENS
         self._graphs = GraphPool(GRAPH_BYTES, self._is_busy) if on_gpu and graphs else None
         self._ahead = Ahead((GPU_STEPS_AHEAD if on_gpu else 0) if steps_ahead is None else steps_ahead)
         self._unread: deque[Launched] = deque()
@@ -391,7 +395,7 @@ class Engine:
 
     def _launches(self, plan: StepPlan, drafts: StepDrafts, pad: Callable[[int], int]) -> list[Launch]:
         if self.device.type == "cpu":
-            return launches_of(plan, drafts, min_tokens=self._min_rows)
+            return launches_of(plan, drafts, partial(height_for, self._heights))
         return padded_launches_of(plan, drafts, pad, self._state.num_slots)
 
     def _tell_policy(self, launched: Launched, report: Report) -> None:

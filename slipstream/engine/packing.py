@@ -100,10 +100,10 @@ class Launch:
         return self.step is not None and self.step.num_tokens > self.step.num_samples
 
 
-def launches_of(plan: StepPlan, drafts: StepDrafts, *, min_tokens: int) -> list[Launch]:
-    """Of a step in the size it has, but for `min_tokens`."""
+def launches_of(plan: StepPlan, drafts: StepDrafts, pad: Callable[[int], int]) -> list[Launch]:
+    """Of a step in the size it has, but for what `pad` adds."""
     num_samples = len(plan.samplers) + plan.num_drafts
-    sizes = max(plan.num_tokens, min_tokens), plan.num_rows, max(num_samples, min_tokens)
+    sizes = pad(plan.num_tokens), plan.num_rows, pad(num_samples)
     return _launches(plan, drafts, *sizes, num_askers=plan.num_rows)
 
 

@@ -4,26 +4,24 @@ Owns the storage that stacked linear layers share: their parameters become views
 On a CPU the weights are also kept in the layout that oneDNN multiplies from, since laying them out again in every call
 costs more than a short product; that copy is made anew whenever weights are written (`weights.write_weights`).
 
-Invariant: a row's bits do not depend on the number of rows. What is faster than the plain product is used only for
-shapes where this device was asked and keeps that.
+Invariant: a row's bits do not depend on the number of rows. On a CPU rows are padded to a height that keeps it
+(`heights.py`); on a GPU what is faster than the plain product is used only for shapes where that was asked and agrees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from slipstream.models.heights import can_pack, heights_of, multiply_at, pack, packed_product
+
 if TYPE_CHECKING:
     from slipstream.models.fused import Activation
 
-HEIGHTS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 64, 100)
-"""Rows of a product on a CPU that are compared with the largest a step has."""
-MOST_ROWS = 128
 MOST_FEW_ROWS = 16
 """More rows than this a GPU gives to cuBLAS."""
 
@@ -41,17 +39,31 @@ class Product:
         weight = self._weight
         form = weight.shape[0], weight.shape[1], self._bias is not None, weight.dtype
         self._has_kernel = weight.is_cuda and _kernel_agrees(*form, weight.device, activation)
-        self.is_packed = weight.device.type == "cpu" and _packing_keeps_bits(*form, torch.get_num_threads())
+        self._packs = weight.device.type == "cpu" and can_pack(weight.dtype)
+        self._heights: tuple[int, ...] = ()
+        """On a CPU, those at which it multiplies."""
+        if weight.device.type == "cpu":
+            self._heights = heights_of(*form, packs=self._packs, num_threads=torch.get_num_threads())
         self._packed: Tensor | None = None
         self.refresh()
 
     def __call__(self, x: Tensor) -> Tensor:
         self._check_place()
-        if self._packed is not None:
-            return _packed_product(x, self._packed, self._bias)
+        if self._heights:
+            return multiply_at(self._heights, self._multiply, x)
         if self._serves_few(x):
             return self._of_few(x)
         return linear(x, self._weight, self._bias)
+
+    @property
+    def serves_any_height(self) -> bool:
+        """With the same bits, so that nobody else needs to pad for it."""
+        return bool(self._heights)
+
+    def _multiply(self, x_MK: Tensor) -> Tensor:
+        if self._packed is None:
+            return linear(x_MK, self._weight, self._bias)
+        return packed_product(x_MK, self._packed, self._bias)
 
     def activated(self, x: Tensor, activation: Activation, act_mul: Callable[[Tensor, Activation], Tensor]) -> Tensor:
         """For gates and what they multiply: the whole of it in one kernel where there is one, else by `act_mul`."""
@@ -75,8 +87,8 @@ class Product:
 
     def refresh(self) -> None:
         """The weights were written: pack them again."""
-        if self.is_packed:
-            self._packed = _pack(self._weight)
+        if self._packs:
+            self._packed = pack(self._weight)
 
     def release(self) -> None:
         """Give the packed copy back; `refresh` must come before the next product."""
@@ -91,35 +103,6 @@ def _stack(parameters: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, int
     for parameter, rows in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
         parameter.data = rows
     return whole, [(whole, parameter.data_ptr() - whole.data_ptr(), parameter) for parameter in parameters]
-
-
-def _pack(weight_NK: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)
-    return packed
-
-
-def _packed_product(x: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias_N, "none", [], "")
-    return out
-
-
-@cache
-def _packing_keeps_bits(
-    num_outputs: int, num_inputs: int, has_bias: bool, dtype: torch.dtype, num_threads: int
-) -> bool:
-    """Whether oneDNN gives a row of this shape the same bits at every height, by trial with this number of threads."""
-    if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):
-        return False
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
-    draw = torch.Generator().manual_seed(0)
-    x_MK, weight_NK, bias_1N = (
-        torch.randn(rows, columns, generator=draw).to(dtype)
-        for rows, columns in ((MOST_ROWS, num_inputs), (num_outputs, num_inputs), (1, num_outputs))
-    )
-    packed, bias_N = _pack(weight_NK), bias_1N[0] if has_bias else None
-    whole_MN = _packed_product(x_MK, packed, bias_N)
-    return all(torch.equal(_packed_product(x_MK[:n], packed, bias_N), whole_MN[:n]) for n in HEIGHTS)
 
 
 def _kernel_agrees(*form_and_device: object) -> bool:

@@ -91,9 +91,9 @@ class Fusion:
 
     @property
     def any_height(self) -> bool:
-        """Every product of the model is packed, so a row has the same bits in a step of any height."""
+        """Every product of the model is one that looks after that, so a row has the same bits in any step."""
         whole = self.has_head and len(self.fused) == self.num_layers
-        return whole and all(product.is_packed for product in self.products)
+        return whole and all(product.serves_any_height for product in self.products)
 
     def know_positions(self, count: int) -> None:
         """All below this, for rows of pages: what their rotary embedding is will be looked up."""

@@ -4,8 +4,8 @@
 
 Random weights of a known shape, temperature 1. Every way of running must give the rollouts of the first, tokens and
 log-probabilities, to the bit. On a GPU then the same without batch-invariant products: the share of tokens that still
-match. The exact part runs in a process of its own, since cuBLAS may read its workspace sizes once. For the price in time compare
-`slipstream bench engine` with and without `--no-exact`.
+match. The exact part runs in a process of its own, since cuBLAS may read its workspace sizes once. For the price in
+time compare `slipstream bench engine` with and without `--no-exact`.
 """
 
 from __future__ import annotations

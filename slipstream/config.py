@@ -104,9 +104,9 @@ class EngineSettings(Section):
     """Memory for the keys and values of this many tokens in all; None: for max_sequences of full length. With less, the
     youngest sequences are computed again when it runs out, which changes their speed and no token."""
     exact: bool = True
-    """On a GPU: matrix products that give a sequence the same bits in every batch, so that its tokens never depend on
-    what it runs beside. On CPU this is always so. Off: the share of tokens that does not is measured every step
-    (rollout/token_match)."""
+    """Matrix products that give a sequence the same bits in every batch, so that its tokens never depend on what it
+    runs beside. An engine that finds they cannot says so when it starts. Off: the share of tokens that does not is
+    measured every step (rollout/token_match)."""
     sleep: Literal["off", "kv", "all"] = "off"
     """What the engine gives back to the device while the trainer works: nothing, the memory of its keys and values, or
     that and its weights. Costs a new capture of the CUDA graphs every step; for models that do not fit otherwise."""

@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from slipstream.runtime.processes import threads
+from slipstream.models.threads import threads
 
 hypothesis.settings.register_profile("slipstream", deadline=None)
 hypothesis.settings.load_profile("slipstream")

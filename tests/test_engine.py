@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, group, small_llama, wide_llama
+from tiny_models import VOCABULARY, group, small_llama, wide_gpt2, wide_llama
+from transformers import PreTrainedModel
 
 from slipstream.engine import engine as engine_module
 from slipstream.engine import step as step_module
 from slipstream.engine.engine import BrokenLogits, Engine
 from slipstream.engine.sampling import sample_rows
+from slipstream.models import heights
 from slipstream.models.loading import load_model
 from slipstream.models.packed import document_hidden
 from slipstream.models.weights import named_weights
@@ -72,16 +74,29 @@ def test_a_rollout_of_the_quickstart_model_is_the_same_alone_and_among_others() 
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("build", "fused"), [(wide_llama, True), (wide_llama, False), (wide_gpt2, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_rollout_of_a_wide_model_is_the_same_alone_and_among_others(dtype: torch.dtype, fused: bool) -> None:
+def test_a_rollout_of_a_wide_model_is_the_same_alone_and_among_others(
+    build: Callable[[torch.dtype], PreTrainedModel], dtype: torch.dtype, fused: bool
+) -> None:
     """With AMX a step of 12 to 32 rows of bfloat16 gave others before they were padded; without, one of 16 to 56."""
-    model, mine = wide_llama(dtype), group("mine", PROMPT, 2, max_new_tokens=8)
+    model, mine = build(dtype), group("mine", PROMPT, 2, max_new_tokens=8)
     alone = run(Engine(model, max_sequences=1, max_length=64, fused=fused), [mine])
     for num_groups, max_sequences in ((2, 12), (6, 30), (10, 50), (25, 128)):
         engine = Engine(model, max_sequences=max_sequences, max_length=64, fused=fused)
         among = run(engine, [*company(num_groups, 5, max_new_tokens=8), mine])
         assert all(among[uid] == alone[uid] for uid in alone)
+
+
+def test_where_products_have_no_common_height_exactness_is_refused_and_can_be_done_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heights, "heights_of", lambda form, num_threads: (7,))
+    with pytest.raises(ValueError, match=r"or write engine\.exact: false"):
+        build_engine(fused=False)
+    mine = group("mine", PROMPT, 1)
+    found, wanted = (run(build_engine(**how), [mine])["mine/0"] for how in ({"fused": False, "exact": False}, {}))
+    assert found.token_ids == wanted.token_ids
 
 
 def test_noise_that_depends_on_the_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

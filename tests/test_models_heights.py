@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from slipstream.models import heights
-from slipstream.models.heights import MOST_ROWS, SOME_HEIGHTS, common_heights, height_for, heights_of, multiply_at
+from slipstream.models.heights import (
+    MOST_ROWS,
+    SOME_HEIGHTS,
+    Form,
+    StepHeights,
+    common_heights,
+    height_for,
+    heights_of,
+    multiply_at,
+)
+from slipstream.models.threads import threads, use_threads
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
@@ -29,10 +44,10 @@ def backwards(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
 def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Multiply], tuple[int, ...]]]:
     """The heights of a processor that multiplies in this way."""
 
-    def of(multiply: Multiply, num_outputs: int = 3) -> tuple[int, ...]:
+    def of(multiply: Multiply) -> tuple[int, ...]:
         monkeypatch.setattr(heights, "linear", lambda x, weight, bias: multiply(x, weight))
         heights_of.cache_clear()
-        return heights_of(num_outputs, 40, False, torch.bfloat16, packs=False, num_threads=1)
+        return heights_of(Form(3, 40, has_bias=False, dtype=torch.bfloat16), num_threads=1)
 
     yield of
     heights_of.cache_clear()
@@ -40,7 +55,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Multiply], tupl
 
 def test_what_cancels_shows_another_order_in_every_second_number_of_16_bits() -> None:
     """Numbers drawn freely show it in one of hundreds."""
-    weight_NK, row_1K = heights._what_cancels(500, 576, torch.bfloat16)
+    weight_NK, row_1K = heights._what_cancels(Form(500, 576, has_bias=False, dtype=torch.bfloat16))
     terms = weight_NK.double() * row_1K.double()
     assert terms.abs().max() > 1e3 and terms.sum(1).abs().max() < 1e-9 * terms.abs().max()
     assert (in_order(row_1K, weight_NK) != backwards(row_1K, weight_NK)).float().mean() > 0.5
@@ -73,7 +88,25 @@ def test_of_many_weights_only_some_heights_are_tried(
     assert found(in_order) == SOME_HEIGHTS
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (5, 8), (33, 8), (1, 7, 8), (0, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heights_at_which_a_sum_begins_with_the_bias_are_not_those_at_which_it_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    def multiply(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        bias_N1 = torch.zeros(len(weight_NK), 1) if bias_N is None else bias_N.float().unsqueeze(1)
+        terms_NK = weight_NK.float() * x_MK[:1].float()
+        terms = [bias_N1, terms_NK] if len(x_MK) <= 32 else [terms_NK, bias_N1]
+        sums_N = torch.from_numpy(np.cumsum(torch.cat(terms, 1).numpy(), 1)[:, -1])
+        return sums_N.to(dtype).expand(len(x_MK), -1)
+
+    monkeypatch.setattr(heights, "linear", multiply)
+    heights_of.cache_clear()
+    assert heights_of(Form(9, 40, has_bias=False, dtype=dtype), num_threads=1)[0] == 1
+    assert heights_of(Form(9, 40, has_bias=True, dtype=dtype), num_threads=1)[0] == 33
+    heights_of.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (5, 8), (33, 8), (1, 7, 8), (0, 8), (129, 8)])
 def test_rows_are_padded_to_a_height_or_cut(shape: tuple[int, ...]) -> None:
     seen: list[int] = []
 
@@ -83,14 +116,17 @@ def test_rows_are_padded_to_a_height_or_cut(shape: tuple[int, ...]) -> None:
 
     x = torch.randn(shape)
     assert torch.equal(multiply_at((4, 6, 12), multiply, x), 2 * x[..., :3])
-    assert seen == {1: [4], 5: [6], 33: [12, 12, 12], 0: [4], 7: [12]}[x.shape[-2]]
+    assert seen == {1: [4], 5: [6], 33: [12, 12, 12], 0: [4], 7: [12], 129: [129]}[x.shape[-2]]
     assert height_for((4, 6, 12), 4) == 4 and height_for((4, 6, 12), 5) == 6
 
 
 def test_steps_are_padded_for_all_linear_layers_that_nobody_pads_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(nn.Linear):
+        pass
+
     of_width = {8: (1, 20, 30, 40), 16: (16, 20, 40, 60)}
-    monkeypatch.setattr(heights, "heights_of", lambda outputs, inputs, *form, **options: of_width[inputs])
-    model = nn.Sequential(nn.Linear(8, 3), nn.Linear(16, 3))
+    monkeypatch.setattr(heights, "heights_of", lambda form, num_threads: of_width[form.num_inputs])
+    model = nn.Sequential(nn.Linear(8, 3), Other(16, 3))
     assert common_heights(model[:1], least=16) == (20, 30, 40) and common_heights(model, least=16) == (20, 40)
     assert common_heights(model, least=21) == (40,)
     model[0].forward = lambda x: x  # one that looks after it itself
@@ -100,20 +136,59 @@ def test_steps_are_padded_for_all_linear_layers_that_nobody_pads_for(monkeypatch
         common_heights(model, least=16)
 
 
+def test_layers_whose_weights_stand_inputs_first_are_tried_in_their_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Form] = []
+    monkeypatch.setattr(heights, "heights_of", lambda form, num_threads: tried.append(form) or (20,))
+    assert common_heights(nn.Sequential(Conv1D(3, 8)), least=16) == (20,)
+    assert tried == [Form(3, 8, has_bias=True, dtype=torch.float32, way="transposed")]
+
+
+def test_an_engine_does_not_go_on_with_another_number_of_threads_than_it_was_built_with() -> None:
+    with threads(1):
+        steps = StepHeights((16, 20))
+        assert steps.pad(17) == steps.most == 20
+    with threads(2), pytest.raises(RuntimeError, match="torch has 2 threads now and had 1"):
+        steps.pad(17)
+
+
+IN_A_NEW_PROCESS = """
+import torch
+from slipstream.models.threads import use_threads
+assert torch.get_num_threads() == 1
+assert use_threads() == 1
+import numba, numpy as np
+@numba.njit(parallel=True)
+def count(places):
+    for place in numba.prange(len(places)):
+        places[place] = place
+count(np.zeros(100))
+assert torch.get_num_threads() == 1, torch.get_num_threads()
+"""
+
+
+def test_the_engines_own_kernels_leave_torch_the_threads_it_had() -> None:
+    """Even where a machine was told one, and numba's would raise it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], env=environment, check=True)
+
+
+@pytest.mark.parametrize("way", ["linear", "packed", "transposed"])
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(576, 1536), (960, 576), (37, 65)])
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_this_processors_products_keep_what_the_trial_found(
-    num_outputs: int, num_inputs: int, dtype: torch.dtype
+    num_outputs: int, num_inputs: int, dtype: torch.dtype, has_bias: bool, way: Any
 ) -> None:
     """Of other numbers, those that cancel too: a row at random places of steps of all sizes."""
-    packs = heights.can_pack(dtype)
-    form = (num_outputs, num_inputs, False, dtype)
-    known = heights_of(*form, packs=packs, num_threads=torch.get_num_threads())
-    weight_NK, row_1K = heights._what_cancels(*form[:2], dtype)
-    weight_NK, packed = weight_NK.flip(1), heights.pack(weight_NK.flip(1)) if packs else None
+    if way == "packed" and not heights.can_pack(dtype):
+        pytest.skip("no packed products here")
+    form = Form(num_outputs, num_inputs, has_bias, dtype, way)
+    known = heights_of(form, num_threads=use_threads())
+    weight_NK, row_1K = heights._what_cancels(form)
     row_1K = row_1K.flip(1) * 3
-    multiply = lambda x: heights.packed_product(x, packed, None) if packs else heights.linear(x, weight_NK)  # noqa: E731
+    bias_N = torch.randn(num_outputs).to(dtype) * 1e-2 if has_bias else None
+    multiply = heights._multiplier(form, weight_NK.flip(1).contiguous(), bias_N)
     draw = torch.Generator().manual_seed(1)
     alone = multiply_at(known, multiply, row_1K)[0]
     assert alone.count_nonzero() > num_outputs / 20

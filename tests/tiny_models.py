@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from slipstream.models.attention import ATTENTION_NAME
@@ -86,6 +93,16 @@ def wide_llama(dtype: torch.dtype) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
     model = LlamaForCausalLM(LlamaConfig(**COMMON | sizes | {"num_hidden_layers": 1, "initializer_range": 0.1}))
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model.to(dtype).eval()
+
+
+def wide_gpt2(dtype: torch.dtype) -> GPT2LMHeadModel:
+    """One layer with the widths of GPT-2, whose weights stand inputs first."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 768, "n_head": 12, "n_layer": 1, "n_positions": 128, "initializer_range": 0.1}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **special))
     model.set_attn_implementation(ATTENTION_NAME)
     return model.to(dtype).eval()
 

@@ -28,11 +28,12 @@ class FastDraft:
         assert config.head_dim is not None and config.num_key_value_heads is not None
         self._heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         attention = layer.self_attn
-        self._fc = Product([model.fc])
-        self._qkv = Product([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._output = Product([attention.o_proj])
-        self._gate_up = Product([layer.mlp.gate_proj, layer.mlp.up_proj], "silu")
-        self._down = Product([layer.mlp.down_proj])
+        # No token depends on the bits of what is drafted.
+        self._fc = Product([model.fc], exact=False)
+        self._qkv = Product([attention.q_proj, attention.k_proj, attention.v_proj], exact=False)
+        self._output = Product([attention.o_proj], exact=False)
+        self._gate_up = Product([layer.mlp.gate_proj, layer.mlp.up_proj], "silu", exact=False)
+        self._down = Product([layer.mlp.down_proj], exact=False)
         self._of_mlp = _norm(layer.post_attention_layernorm)
         self._of_inputs, self._last = None, None
         if isinstance(model, Eagle3):

@@ -48,7 +48,7 @@ from slipstream.engine.strategy import (
     result_of,
 )
 from slipstream.models.cached import KVPages
-from slipstream.models.heights import MOST_ROWS, common_heights, height_for
+from slipstream.models.heights import MOST_ROWS, StepHeights, common_heights
 from slipstream.models.memory import WeightMemory
 from slipstream.models.precision import check_batch_invariance, use_batch_invariant_products
 from slipstream.models.recognise import fuse, is_fused
@@ -100,11 +100,12 @@ class Engine:
         self.model = model.eval()
         assert fused or not is_fused(model), "another engine has fused this model: the plain twin needs its own copy"
         self.fusion = fuse(model) if fused else None
-        self._heights: Sequence[int] = ()
-        """Of steps on a CPU."""
+        self._heights: StepHeights | None = None
         if not on_gpu:
-            serves_any = self.fusion is not None and self.fusion.any_height
-            self._heights = range(1, MOST_ROWS + 1) if serves_any else common_heights(model, least=MIN_STEP_TOKENS)
+            any_height = not exact or (self.fusion is not None and self.fusion.any_height)
+            self._heights = StepHeights(
+                range(1, MOST_ROWS + 1) if any_height else common_heights(model, least=MIN_STEP_TOKENS)
+            )
         table_pages = -(-max_length // PAGE_TOKENS)
         if self.fusion is not None:
             self.fusion.know_positions(table_pages * PAGE_TOKENS)
@@ -112,7 +113,7 @@ class Engine:
         self._batcher = Batcher(
             pool,
             num_slots=max_sequences,
-            max_step_tokens=GPU_STEP_TOKENS if on_gpu else self._heights[-1],
+            max_step_tokens=GPU_STEP_TOKENS if self._heights is None else self._heights.most,
             max_length=max_length,
             page_tokens=PAGE_TOKENS,
             stop_texts=None if decode is None else StopTexts(decode),
@@ -394,8 +395,8 @@ class Engine:
         return self._state.limits if step is None else self._state.limits_of(step.num_tokens, step.num_samples)
 
     def _launches(self, plan: StepPlan, drafts: StepDrafts, pad: Callable[[int], int]) -> list[Launch]:
-        if self.device.type == "cpu":
-            return launches_of(plan, drafts, partial(height_for, self._heights))
+        if self._heights is not None:
+            return launches_of(plan, drafts, self._heights.pad)
         return padded_launches_of(plan, drafts, pad, self._state.num_slots)
 
     def _tell_policy(self, launched: Launched, report: Report) -> None:

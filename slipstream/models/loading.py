@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -46,10 +47,7 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: int
         cast_weights(model, dtype)
     else:
         folder = _resolve(name)
-        try:
-            config = AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError) as error:  # a folder without config.json, or of a family nobody knows
-            raise ValueError(f"model {name!r} could not be loaded: {error}") from error
+        config = _read_config(name, folder)
         refuse_unserved(config, name)
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -64,7 +62,14 @@ def width_of(name: str) -> int:
     """Of its hidden states, without its weights."""
     if name == "tiny":
         return WIDTH
-    return int(AutoConfig.from_pretrained(_resolve(name)).get_text_config().hidden_size)
+    return int(_read_config(name, _resolve(name)).get_text_config().hidden_size)
+
+
+def _read_config(name: str, folder: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:  # a folder without config.json, or of a family nobody knows
+        raise ValueError(f"model {name!r} could not be loaded: {error}") from error
 
 
 def load_shape(folder: Path) -> PreTrainedModel:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from slipstream.models.heights import can_pack, heights_of, multiply_at, pack, packed_product
+from slipstream.models.heights import Form, can_pack, heights_of, multiply_at, pack, packed_product
+from slipstream.models.threads import use_threads
 
 if TYPE_CHECKING:
     from slipstream.models.fused import Activation
@@ -29,8 +30,11 @@ MOST_FEW_ROWS = 16
 class Product:
     """Linear layers of the same input as one product."""
 
-    def __init__(self, linears: Sequence[nn.Linear], activation: Activation | None = None) -> None:
-        """`activation`: of the first of two, which then multiplies the second, if `activated` will be asked."""
+    def __init__(
+        self, linears: Sequence[nn.Linear], activation: Activation | None = None, *, exact: bool = True
+    ) -> None:
+        """`activation`: of the first of two, which then multiplies the second, if `activated` will be asked. `exact`
+        off: on a CPU a row's bits may depend on the number of rows, which then are not padded."""
         self._weight, self._pieces = _stack([layer.weight for layer in linears])
         self._bias: Tensor | None = None
         if linears[0].bias is not None:
@@ -42,8 +46,9 @@ class Product:
         self._packs = weight.device.type == "cpu" and can_pack(weight.dtype)
         self._heights: tuple[int, ...] = ()
         """On a CPU, those at which it multiplies."""
-        if weight.device.type == "cpu":
-            self._heights = heights_of(*form, packs=self._packs, num_threads=torch.get_num_threads())
+        if weight.device.type == "cpu" and exact:
+            known = Form(*form, "packed" if self._packs else "linear")
+            self._heights = heights_of(known, num_threads=use_threads())
         self._packed: Tensor | None = None
         self.refresh()
 
@@ -53,7 +58,7 @@ class Product:
             return multiply_at(self._heights, self._multiply, x)
         if self._serves_few(x):
             return self._of_few(x)
-        return linear(x, self._weight, self._bias)
+        return self._multiply(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     @property
     def serves_any_height(self) -> bool:
@@ -61,6 +66,7 @@ class Product:
         return bool(self._heights)
 
     def _multiply(self, x_MK: Tensor) -> Tensor:
+        assert not self._packs or self._packed is not None, "released; refresh comes before the next product"
         if self._packed is None:
             return linear(x_MK, self._weight, self._bias)
         return packed_product(x_MK, self._packed, self._bias)

@@ -26,6 +26,7 @@ from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_shape, load_tokenizer
 from slipstream.models.precision import use_batch_invariant_products
 from slipstream.models.rendering import render_prompts, render_solution, stop_token_ids
+from slipstream.models.threads import threads
 from slipstream.models.weights import fingerprint
 from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
@@ -57,7 +58,6 @@ from slipstream.runtime.folder import LESSONS_FOLDER, REFERENCE_FOLDER, VERSIONS
 from slipstream.runtime.heap import give_back, still_heap
 from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.pool import WorkerBroke
-from slipstream.runtime.processes import threads
 from slipstream.runtime.prompts import check_length, hold_out, load_eval_problems, load_training_problems
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.runtime.runtimes import Runtime, open_runtime

@@ -140,4 +140,4 @@ def _check_model(name: str) -> tuple[str, bool, str | None]:
         return str(error), False, None
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     said = f"{name}: {model.config.model_type}, {num_parameters / 1e6:.1f}M parameters, served"
-    return said, True, str(Engine(model.requires_grad_(False), max_sequences=1, max_length=1).fusion)
+    return said, True, str(Engine(model.requires_grad_(False), max_sequences=1, max_length=1, exact=False).fusion)

@@ -18,8 +18,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TextIO
@@ -225,6 +225,8 @@ def _live(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with log_file.open("a", buffering=1) as log:
         print_into(log)
+        from slipstream.models.threads import use_threads
+
         use_threads(num_threads)
         try:
             work(Pipe(connection), *arguments)
@@ -248,31 +250,6 @@ def log_in_words(log_file: Path) -> str:
         lines = [f"(it cannot be read: {error})"]
     words = "; its last lines:\n" + "\n".join(lines) if lines else ", which is empty"
     return f"Its log: {log_file}{words}"
-
-
-def use_threads(num_threads: int) -> None:
-    """In this process, whoever computes: the engine's own kernels on a CPU have threads beside torch's."""
-    import numba
-    import torch
-
-    # In this order: numba starts its threads with this call, and may set those of torch, which share a library.
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
-    torch.set_num_threads(num_threads)
-
-
-@contextmanager
-def threads(num_threads: int | None) -> Iterator[None]:
-    """As many until the block ends; None: as many as torch has now, also once numba has started its own."""
-    import numba
-    import torch
-
-    before, numba_before = torch.get_num_threads(), numba.get_num_threads()
-    use_threads(before if num_threads is None else num_threads)
-    try:
-        yield
-    finally:
-        numba.set_num_threads(numba_before)
-        torch.set_num_threads(before)
 
 
 def _end_with_parent() -> None:

@@ -19,7 +19,8 @@ from typing import Any
 
 import ray
 
-from slipstream.runtime.processes import Pipe, PipeClosed, print_into, use_threads
+from slipstream.models.threads import use_threads
+from slipstream.runtime.processes import Pipe, PipeClosed, print_into
 from slipstream.runtime.ray_weights import Parcel, take_in, way_to
 from slipstream.stream.shelf import Shelf
 

@@ -203,7 +203,7 @@ class LocalWorld:
         check_faults([result for group in groups for result in group.results], self._config.reward.max_fault_share)
         self._row |= metrics_of(groups, self._config.train.samples_per_prompt)
         self._row |= self._book_rollout(counts)
-        if not self._config.engine.exact and self._engine.device.type == "cuda":
+        if not self._config.engine.exact:
             asked = [group.results[0].rollout for group in groups[:MATCHED_ROLLOUTS]]
             with self._timed("token_match"):
                 self._row["rollout/token_match"] = self._desk.token_match(asked)

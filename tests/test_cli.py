@@ -187,6 +187,10 @@ def test_eval_and_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     metrics = json.loads(capsys.readouterr().out)
     assert {"eval/held/avg@2", "eval/held/pass@2"} <= metrics.keys()
     assert call("eval", str(tmp_path / "run" / "checkpoints" / "step_0")) == 0
+    capsys.readouterr()
+    assert call("eval", str(tmp_path / "run"), "--json") == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] > 0 and json.loads(capsys.readouterr().out).items() <= rows[-1].items()
     assert call("report", str(tmp_path / "run")) == 0
     assert call("report", str(tmp_path)) != 0
     assert call("eval", str(tmp_path / "nowhere")) == 2

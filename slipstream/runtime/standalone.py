@@ -17,12 +17,14 @@ from slipstream.runtime.evaluation import evaluate_sets
 from slipstream.runtime.prompts import check_length, load_eval_problems
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.tasks.grading import Grader
-from slipstream.train.checkpoint import find_damage, latest_checkpoint
+from slipstream.train.checkpoint import find_damage, latest_checkpoint, step_of
 
 
 def evaluate_target(target: Path, overrides: Sequence[str], *, quiet: bool = False) -> dict[str, float]:
-    """Metrics of all evaluation sets for a run's latest checkpoint, a given checkpoint, or a recipe's own model."""
-    config, model_name = _resolve(target, overrides)
+    """Metrics of all evaluation sets for a run's latest checkpoint, a given checkpoint, or a recipe's own model.
+
+    With the settings of the run they are those that it wrote down at that step."""
+    config, model_name, step = _resolve(target, overrides)
     if not config.tasks.eval:
         raise ValueError(
             "there is no evaluation set: add one, e.g. tasks.eval.heldout={source: gcd, size: 100, seed: 2}"
@@ -43,7 +45,7 @@ def evaluate_target(target: Path, overrides: Sequence[str], *, quiet: bool = Fal
             config,
             RolloutDesk(build_engine(config, model, tokenizer, device), grader, tokenizer, config.seed),
             sets,
-            step=0,
+            step=step,
             stop_token_ids=stop_token_ids(model, tokenizer),
             console=console,
             should_stop=lambda: False,
@@ -51,10 +53,11 @@ def evaluate_target(target: Path, overrides: Sequence[str], *, quiet: bool = Fal
     return {name: value for one in evaluated for name, value in one.metrics.items()}
 
 
-def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Config, str]:
+def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Config, str, int]:
+    """With the model, and after how many steps."""
     if target.is_file():
         config = load_config(target, overrides)
-        return config, config.model
+        return config, config.model, 0
     if not target.is_dir():
         raise ValueError(f"no run, checkpoint or recipe at {target}")
     if (target / "config.yaml").is_file():
@@ -72,4 +75,4 @@ def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Config, str]:
     damage = find_damage(checkpoint)
     if damage is not None:
         raise ValueError(f"checkpoint {checkpoint} cannot be used: {damage}")
-    return load_config(run_dir / "config.yaml", overrides), str(checkpoint)
+    return load_config(run_dir / "config.yaml", overrides), str(checkpoint), step_of(checkpoint)

@@ -103,10 +103,15 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     return next((path for _, path in _step_folders(run_dir / "checkpoints")), None)
 
 
+def step_of(path: Path) -> int:
+    """How many steps led to a checkpoint."""
+    step: int = json.loads((path / MANIFEST).read_text())["step"]
+    return step
+
+
 def earlier_checkpoints(path: Path) -> list[Path]:
     """Those beside it of earlier steps, the newest first."""
-    step = json.loads((path / MANIFEST).read_text())["step"]
-    return [other for number, other in _step_folders(path.parent) if number < step]
+    return [other for number, other in _step_folders(path.parent) if number < step_of(path)]
 
 
 def point_latest_at(run_dir: Path, checkpoint: Path) -> None:
@@ -127,7 +132,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise ValueError(f"checkpoint {path} cannot be used: {problem}; {advice}")
     return Checkpoint(
         path=path,
-        step=json.loads((path / MANIFEST).read_text())["step"],
+        step=step_of(path),
         run_state=json.loads((path / RUN_STATE).read_text()),
     )
 

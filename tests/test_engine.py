@@ -91,7 +91,7 @@ def test_a_rollout_of_a_wide_model_is_the_same_alone_and_among_others(
 def test_where_products_have_no_common_height_exactness_is_refused_and_can_be_done_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(heights, "heights_of", lambda form, num_threads: (7,))
+    monkeypatch.setattr(heights, "heights_of", lambda form: (7,))
     with pytest.raises(ValueError, match=r"or write engine\.exact: false"):
         build_engine(fused=False)
     mine = group("mine", PROMPT, 1)

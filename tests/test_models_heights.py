@@ -25,7 +25,7 @@ from slipstream.models.heights import (
     heights_of,
     multiply_at,
 )
-from slipstream.models.threads import threads, use_threads
+from slipstream.models.threads import threads
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
@@ -46,11 +46,11 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Multiply], tupl
 
     def of(multiply: Multiply) -> tuple[int, ...]:
         monkeypatch.setattr(heights, "linear", lambda x, weight, bias: multiply(x, weight))
-        heights_of.cache_clear()
-        return heights_of(Form(3, 40, has_bias=False, dtype=torch.bfloat16), num_threads=1)
+        heights._tried.cache_clear()
+        return heights_of(Form(3, 40, has_bias=False, dtype=torch.bfloat16))
 
     yield of
-    heights_of.cache_clear()
+    heights._tried.cache_clear()
 
 
 def test_what_cancels_shows_another_order_in_every_second_number_of_16_bits() -> None:
@@ -100,10 +100,10 @@ def test_heights_at_which_a_sum_begins_with_the_bias_are_not_those_at_which_it_e
         return sums_N.to(dtype).expand(len(x_MK), -1)
 
     monkeypatch.setattr(heights, "linear", multiply)
-    heights_of.cache_clear()
-    assert heights_of(Form(9, 40, has_bias=False, dtype=dtype), num_threads=1)[0] == 1
-    assert heights_of(Form(9, 40, has_bias=True, dtype=dtype), num_threads=1)[0] == 33
-    heights_of.cache_clear()
+    heights._tried.cache_clear()
+    assert heights_of(Form(9, 40, has_bias=False, dtype=dtype))[0] == 1
+    assert heights_of(Form(9, 40, has_bias=True, dtype=dtype))[0] == 33
+    heights._tried.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (5, 8), (33, 8), (1, 7, 8), (0, 8), (129, 8)])
@@ -125,7 +125,7 @@ def test_steps_are_padded_for_all_linear_layers_that_nobody_pads_for(monkeypatch
         pass
 
     of_width = {8: (1, 20, 30, 40), 16: (16, 20, 40, 60)}
-    monkeypatch.setattr(heights, "heights_of", lambda form, num_threads: of_width[form.num_inputs])
+    monkeypatch.setattr(heights, "heights_of", lambda form: of_width[form.num_inputs])
     model = nn.Sequential(nn.Linear(8, 3), Other(16, 3))
     assert common_heights(model[:1], least=16) == (20, 30, 40) and common_heights(model, least=16) == (20, 40)
     assert common_heights(model, least=21) == (40,)
@@ -138,7 +138,7 @@ def test_steps_are_padded_for_all_linear_layers_that_nobody_pads_for(monkeypatch
 
 def test_layers_whose_weights_stand_inputs_first_are_tried_in_their_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Form] = []
-    monkeypatch.setattr(heights, "heights_of", lambda form, num_threads: tried.append(form) or (20,))
+    monkeypatch.setattr(heights, "heights_of", lambda form: tried.append(form) or (20,))
     assert common_heights(nn.Sequential(Conv1D(3, 8)), least=16) == (20,)
     assert tried == [Form(3, 8, has_bias=True, dtype=torch.float32, way="transposed")]
 
@@ -184,7 +184,7 @@ def test_this_processors_products_keep_what_the_trial_found(
     if way == "packed" and not heights.can_pack(dtype):
         pytest.skip("no packed products here")
     form = Form(num_outputs, num_inputs, has_bias, dtype, way)
-    known = heights_of(form, num_threads=use_threads())
+    known = heights_of(form)
     weight_NK, row_1K = heights._what_cancels(form)
     row_1K = row_1K.flip(1) * 3
     bias_N = torch.randn(num_outputs).to(dtype) * 1e-2 if has_bias else None

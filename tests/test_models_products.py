@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from slipstream.models import heights, products
-from slipstream.models.heights import MOST_ROWS, heights_of
+from slipstream.models.heights import MOST_ROWS
 from slipstream.models.products import Product
 from slipstream.models.recognise import fuse
 from slipstream.models.weights import named_weights, write_weights
@@ -51,11 +51,11 @@ def test_rows_are_padded_to_heights_with_the_same_bits(monkeypatch: pytest.Monke
         monkeypatch.setattr(module, "can_pack", lambda dtype: True)
         monkeypatch.setattr(module, "pack", lambda weight: weight)
         monkeypatch.setattr(module, "packed_product", by_height)
-    heights_of.cache_clear()
+    heights._tried.cache_clear()
     product, x = Product(layers(64, bias=False)), torch.randn(3, 48)
     seen.clear()
     assert torch.equal(product(x[:1]), product(x)[:1]) and min(seen) >= 16
-    heights_of.cache_clear()
+    heights._tried.cache_clear()
 
 
 def test_weights_that_are_written_are_packed_again() -> None:
@@ -68,7 +68,7 @@ def test_weights_that_are_written_are_packed_again() -> None:
 
 
 def test_a_product_that_need_not_be_exact_is_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "heights_of", lambda form, num_threads: (16, MOST_ROWS))
+    monkeypatch.setattr(products, "heights_of", lambda form: (16, MOST_ROWS))
     linears, x = layers(64, 32, bias=True), torch.randn(1, 3, 48)
     seen: list[int] = []
     for exact in (True, False):
@@ -80,7 +80,7 @@ def test_a_product_that_need_not_be_exact_is_not_padded(monkeypatch: pytest.Monk
     assert seen == [16, 3]
 
 
-def test_a_released_product_is_none_until_its_weights_are_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_released_product_is_none_until_its_weights_are_packed_again() -> None:
     product = Product(layers(64, bias=False))
     x = torch.randn(16, 48)
     before = product(x)

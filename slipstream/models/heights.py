@@ -47,7 +47,7 @@ class Form:
     has_bias: bool
     dtype: torch.dtype
     way: Literal["linear", "packed", "transposed"] = "linear"
-    """How it's written: torch's product, the one of `pack`ed weights, or that of weights which stand inputs first."""
+    """By which product: torch's, that of `pack`ed weights, or that of weights which stand inputs first."""
 
     @classmethod
     def of(cls, layer: nn.Linear | Conv1D) -> Form:
@@ -82,10 +82,13 @@ def multiply_at(heights: Sequence[int], multiply: Callable[[Tensor], Tensor], x:
 
     More rows than a step has are of documents, which nobody compares to the bit: they are multiplied as they are."""
     rows_MK = x.flatten(0, -2)
-    parts = rows_MK.split(heights[-1]) if len(rows_MK) <= MOST_ROWS else ()
-    outs = [multiply(padded_to(height_for(heights, len(part)), part))[: len(part)] for part in parts]
-    whole = outs[0] if len(outs) == 1 else torch.cat(outs) if outs else multiply(rows_MK)
-    return whole.unflatten(0, x.shape[:-1])
+    if len(rows_MK) > MOST_ROWS:
+        out_MN = multiply(rows_MK)
+    else:
+        parts = rows_MK.split(heights[-1])
+        outs = [multiply(padded_to(height_for(heights, len(part)), part))[: len(part)] for part in parts]
+        out_MN = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out_MN.unflatten(0, x.shape[:-1])
 
 
 def height_for(heights: Sequence[int], num_rows: int) -> int:
@@ -118,10 +121,14 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def heights_of(form: Form) -> tuple[int, ...]:
+    """The largest of them, and all that have the same bits, wherever among the rows a row is."""
+    return _tried(form, use_threads())
+
+
 @cache
-def heights_of(form: Form, *, num_threads: int) -> tuple[int, ...]:
-    """The largest of them, and all that have the same bits, wherever among the rows a row is. `num_threads`: those that
-    torch has; what was found with others is kept too."""
+def _tried(form: Form, num_threads: int) -> tuple[int, ...]:
+    """With the threads that torch has; what was found with another number is kept too."""
     weight_NK, row_1K = _what_cancels(form)
     x_MK = row_1K.expand(MOST_ROWS, -1).contiguous()
     multiply = _multiplier(form, weight_NK, None)
@@ -143,10 +150,9 @@ def common_heights(model: nn.Module, *, least: int) -> tuple[int, ...]:
         for module in model.modules()
         if isinstance(module, nn.Linear | Conv1D) and "forward" not in vars(module)
     }
-    num_threads = use_threads()
     common = set(range(least, MOST_ROWS + 1))
     for form in forms:
-        common &= set(heights_of(form, num_threads=num_threads))
+        common &= set(heights_of(form))
     if not common:
         raise ValueError(
             "engine.exact cannot hold here: this processor's products have the same bits at no height that all linear "

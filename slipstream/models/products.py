@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from slipstream.models.heights import Form, can_pack, heights_of, multiply_at, pack, packed_product
-from slipstream.models.threads import use_threads
 
 if TYPE_CHECKING:
     from slipstream.models.fused import Activation
@@ -47,8 +46,7 @@ class Product:
         self._heights: tuple[int, ...] = ()
         """On a CPU, those at which it multiplies."""
         if weight.device.type == "cpu" and exact:
-            known = Form(*form, "packed" if self._packs else "linear")
-            self._heights = heights_of(known, num_threads=use_threads())
+            self._heights = heights_of(Form(*form, "packed" if self._packs else "linear"))
         self._packed: Tensor | None = None
         self.refresh()
 

@@ -105,8 +105,8 @@ class EngineSettings(Section):
     youngest sequences are computed again when it runs out, which changes their speed and no token."""
     exact: bool = True
     """Matrix products that give a sequence the same bits in every batch, so that its tokens never depend on what it
-    runs beside. An engine that finds they cannot says so when it starts. Off: the share of tokens that does not is
-    measured every step (rollout/token_match)."""
+    runs beside. An engine that finds they cannot says so when it starts. Off: with
+    mode=colocated the share of tokens that are the same alone is measured every step (rollout/token_match)."""
     sleep: Literal["off", "kv", "all"] = "off"
     """What the engine gives back to the device while the trainer works: nothing, the memory of its keys and values, or
     that and its weights. Costs a new capture of the CUDA graphs every step; for models that do not fit otherwise."""

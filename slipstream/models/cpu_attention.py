@@ -3,6 +3,11 @@
 Its plain twin is `cached.attend_rows_plainly`; `tests/test_models_packed.py` compares them. The order of additions
 within a token depends on that token's position alone, which is what makes decode, verify and prefill agree to the bit.
 
+Nor does it depend on who compiled the kernel. numba optimises the body of a parallel loop twice, the second time what
+the first left; the process that compiled it runs the one, those that load it from the cache the other. Where a sum that
+may be added up in any order stood in such a body, they added it up in two. As a function of its own it comes there with
+its order settled.
+
 Axes: T packed tokens, S slots, W pages of one slot, P pages, H query heads, K key/value heads, C tokens of a page,
 D head size.
 """
@@ -14,16 +19,24 @@ import math
 import numba
 import numpy as np
 
-# Contracting and reordering inside one dot product is fixed at compile time, so it does not depend on the batch.
-_FAST = {"reassoc", "contract", "nsz"}
+_IN_ORDER = {"contract", "nsz"}
+_ANY_ORDER = {"reassoc", *_IN_ORDER}
 
 
-@numba.njit(parallel=True, fastmath=_FAST, cache=True)
+@numba.njit(fastmath=_ANY_ORDER, cache=True)
+def _dot(x_D, y_D):  # type: ignore[no-untyped-def]
+    total = np.float32(0)
+    for d in range(x_D.shape[0]):
+        total += x_D[d] * y_D[d]
+    return total
+
+
+@numba.njit(parallel=True, fastmath=_IN_ORDER, cache=True)
 def attend_tokens(  # type: ignore[no-untyped-def]
     query_THD, keys_PKCD, values_PKCD, table_SW, slot_T, position_T, fork_T, path_TD, scaling, window, softcap, sinks_H,
     out_THD,
 ):  # fmt: skip
-    num_kv_heads, page_tokens, size = keys_PKCD.shape[1:]
+    num_kv_heads, page_tokens = keys_PKCD.shape[1:3]
     group, value_size = query_THD.shape[1] // num_kv_heads, values_PKCD.shape[3]
     for work in numba.prange(query_THD.shape[0] * num_kv_heads):
         token, kv_head = work // num_kv_heads, work % num_kv_heads
@@ -37,10 +50,7 @@ def attend_tokens(  # type: ignore[no-untyped-def]
             place = at if at < fork else path_TD[token, at - fork]
             key_D = keys_PKCD[pages[place // page_tokens], kv_head, place % page_tokens]
             for head in range(group):
-                score = np.float32(0)
-                for d in range(size):
-                    score += query_THD[token, first + head, d] * key_D[d]
-                score *= scaling
+                score = _dot(query_THD[token, first + head], key_D) * scaling
                 if softcap > 0:
                     score = np.float32(math.tanh(score / softcap)) * softcap
                 weights[head, at - start] = score

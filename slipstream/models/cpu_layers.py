@@ -4,7 +4,7 @@ The same functions as `triton_layers.py`. When few rows decode, dozens of small 
 what they compute; here a row is read and written once.
 
 Invariant: a row's bits do not depend on how many rows there are. Rows are computed one by one, in an order of additions
-that is fixed when the kernel is compiled.
+that is fixed when the kernel is compiled, in the same one for all who load it (`cpu_attention.py` says how).
 
 Axes: T packed tokens, N hidden size, I inner size of the MLP, J twice that, H query heads, K key/value
 heads, D head size, R rotated part of a head.
@@ -26,9 +26,8 @@ from slipstream.models.rotary import Rotary
 if TYPE_CHECKING:
     from slipstream.models.fused import Activation, Heads, Norm
 
-_FAST = {"reassoc", "contract", "nsz"}
-_EXACT = {"contract", "nsz"}
-"""Where the order of additions is part of the method."""
+_IN_ORDER = {"contract", "nsz"}
+_ANY_ORDER = {"reassoc", *_IN_ORDER}
 _LOG_2_HIGH = np.float32(0.693359375)
 _LOG_2_LOW = np.float32(math.log(2) - 0.693359375)
 """The first has few digits, so that its multiples are exact."""
@@ -105,7 +104,7 @@ def _norm_arguments(norm: Norm | None) -> tuple[Any, ...]:
     return True, weight, np.float32(norm.eps), norm.plus_one, norm.centred
 
 
-@numba.njit(fastmath=_FAST, cache=True, inline="always")
+@numba.njit(fastmath=_ANY_ORDER, cache=True)
 def _statistics(x_N, centred):  # type: ignore[no-untyped-def]
     """Mean, or 0 if not centred, and mean square around it."""
     size = x_N.shape[0]
@@ -120,7 +119,7 @@ def _statistics(x_N, centred):  # type: ignore[no-untyped-def]
     return mean, square / np.float32(size)
 
 
-@numba.njit(fastmath=_FAST, cache=True, inline="always")
+@numba.njit(fastmath=_IN_ORDER, cache=True, inline="always")
 def _weight_at(weight_N, n, plus_one):  # type: ignore[no-untyped-def]
     if weight_N.shape[0] == 0:
         return np.float32(1)
@@ -201,7 +200,7 @@ def _norm_rope_write(  # type: ignore[no-untyped-def]
                 values_PKCD[page, head, offset, d] = qkv_TXD[t, num_query + num_key + head, d]
 
 
-@numba.njit(fastmath=_EXACT, cache=True, inline="always")
+@numba.njit(fastmath=_IN_ORDER, cache=True, inline="always")
 def _exp(x):  # type: ignore[no-untyped-def]
     """To 1 in 10 million; infinite beyond 88, and never less than 1e-38. By arithmetic alone, so that the compiler
     computes many at once: 2^n times a polynomial of what is left, which is at most log(2) / 2."""
@@ -221,7 +220,7 @@ def _exp(x):  # type: ignore[no-untyped-def]
     return np.float32(np.inf) if too_large else sum_ * power.view(np.float32)
 
 
-@numba.njit(fastmath=_EXACT, cache=True, inline="always")
+@numba.njit(fastmath=_IN_ORDER, cache=True, inline="always")
 def _act_mul_row(gate_I, up_I, silu, out_I):  # type: ignore[no-untyped-def]
     one, cubic, slope = np.float32(1), np.float32(0.044715), np.float32(-2 * math.sqrt(2 / math.pi))
     if silu:
@@ -239,10 +238,10 @@ def _act_mul(gate_up_TJ, silu, out_TI):  # type: ignore[no-untyped-def]
         _act_mul_row(gate_up_TJ[t, :size], gate_up_TJ[t, size:], silu, out_TI[t])
 
 
-_add_norm_serial = numba.njit(fastmath=_FAST, cache=True)(_add_norm)
-_add_norm_parallel = numba.njit(fastmath=_FAST, cache=True, parallel=True)(_add_norm)
-_norm_rope_write_serial = numba.njit(fastmath=_FAST, cache=True)(_norm_rope_write)
-_norm_rope_write_parallel = numba.njit(fastmath=_FAST, cache=True, parallel=True)(_norm_rope_write)
+_add_norm_serial = numba.njit(fastmath=_IN_ORDER, cache=True)(_add_norm)
+_add_norm_parallel = numba.njit(fastmath=_IN_ORDER, cache=True, parallel=True)(_add_norm)
+_norm_rope_write_serial = numba.njit(fastmath=_IN_ORDER, cache=True)(_norm_rope_write)
+_norm_rope_write_parallel = numba.njit(fastmath=_IN_ORDER, cache=True, parallel=True)(_norm_rope_write)
 # A division that may raise an error, as Python's, is computed one at a time.
-_act_mul_serial = numba.njit(fastmath=_EXACT, cache=True, error_model="numpy")(_act_mul)
-_act_mul_parallel = numba.njit(fastmath=_EXACT, cache=True, error_model="numpy", parallel=True)(_act_mul)
+_act_mul_serial = numba.njit(fastmath=_IN_ORDER, cache=True, error_model="numpy")(_act_mul)
+_act_mul_parallel = numba.njit(fastmath=_IN_ORDER, cache=True, error_model="numpy", parallel=True)(_act_mul)

@@ -124,7 +124,6 @@ PURE = {
     "cli": ["slipstream.cli"],
 }
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
-MAX_LINES = 450
 
 
 def room_of(module: str) -> str:
@@ -239,9 +238,8 @@ def test_the_purity_check_flags_a_module_that_needs_torch() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_name)
-def test_a_file_is_small_and_has_a_name_that_says_what_it_owns(file: Path) -> None:
+def test_a_file_has_a_name_and_a_head_that_say_what_it_owns(file: Path) -> None:
     assert file.stem not in BANNED_NAMES and file.parent.name not in BANNED_NAMES
-    assert len(file.read_text().splitlines()) <= MAX_LINES
     if file.name == "__init__.py" and file.parent != PACKAGE:
         assert file.read_text() == "", "the public API is in slipstream/__init__.py"
     elif file.name != "__init__.py":

@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: train test lint types unit check clean
 
 train: $(READY)
-	$(BIN)/slipstream train recipes/quickstart.yaml --resume
+	$(BIN)/slipstream train quickstart --resume
 
 test: lint
 	@$(MAKE) --no-print-directory -j 2 types unit || { echo "red: make types or make unit tells why"; exit 1; }

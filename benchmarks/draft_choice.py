@@ -1,6 +1,6 @@
 """How to choose among past continuations: by the sampling noise, by count or by age, on a run that was recorded.
 
-    slipstream train recipes/quickstart.yaml run.dir=runs/recorded tasks.train.0.size=128 train.steps=24
+    slipstream train quickstart run.dir=runs/recorded tasks.train.0.size=128 train.steps=24
     python benchmarks/draft_choice.py runs/recorded --out benchmarks/results/draft_choice.json
 
 Every rollout from the second visit of its prompt on is walked as the engine would: drafts after the longest match among

@@ -1,6 +1,6 @@
 """How a drafter keeps up with a policy that changes: one that learns on against one that stopped, by step of a run.
 
-    slipstream train recipes/smollm2-reasoner.yaml draft.source=drafter run.save_every=2 run.keep_last=100 ...
+    slipstream train smollm2-reasoner draft.source=drafter run.save_every=2 run.keep_last=100 ...
     python benchmarks/drafter_learning.py RUN --frozen 4 --out drafter_learning.json --plot drafter_learning.html
 
 For each checkpoint, rollouts of the next step, which its policy sampled and its drafter has not seen, are walked as the

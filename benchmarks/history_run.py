@@ -1,7 +1,7 @@
 """A real RL run with and without drafts: the same tokens, how much sooner, what was accepted, by epoch.
 
     python benchmarks/history_run.py --out benchmarks/results/history_run.json
-    python benchmarks/history_run.py --recipe quickstart.yaml --max-new-tokens 128 --out quickstart.json
+    python benchmarks/history_run.py --recipe quickstart --max-new-tokens 128 --out quickstart.json
     python benchmarks/history_run.py --sources off,history,drafter,both --keep runs/drafts --out draft_run.json
     python benchmarks/history_run.py --sources off,both --way 'both: 4 drafts, 8+ or model 4' --out ways.json
 
@@ -28,9 +28,9 @@ import yaml
 from slipstream.models.loading import width_of
 from slipstream.models.precision import resolve_precision
 from slipstream.observe.store import RunStore
+from slipstream.recipe import find_recipe
 from slipstream.runtime.benches import describe_machine
 
-RECIPES = Path(__file__).parent.parent / "recipes"
 KEPT = (
     *("timing_s/gen", "timing_s/step", "actor/grad_norm", "reward/mean"),
     *("response_length/mean", "response_length/max", "rollout/tokens"),
@@ -71,7 +71,7 @@ def kept(row: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="smollm2-reasoner.yaml")
+    parser.add_argument("--recipe", default="smollm2-reasoner")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--prompts-per-step", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="of the recipe, for both runs")
     arguments = parser.parse_args()
-    recipe = RECIPES / arguments.recipe
+    recipe = find_recipe(arguments.recipe)
     steps_an_epoch = arguments.prompts // arguments.prompts_per_step
     shared = [
         f"train.samples_per_prompt={arguments.samples}",

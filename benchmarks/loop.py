@@ -29,7 +29,7 @@ from slipstream.runtime.local import load_training_problems, run_training
 from slipstream.schedule.order import PromptOrder
 from slipstream.tasks.verifiers import score_task
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
+RECIPE = "quickstart"
 
 
 def warm_start(folder: Path) -> Path:

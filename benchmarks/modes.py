@@ -41,7 +41,6 @@ from slipstream.simulate.outcome import FILLING
 from slipstream.simulate.streamed import foretell_streamed
 from slipstream.simulate.what_if import what_if
 
-RECIPES = Path(__file__).parent.parent / "recipes"
 WORKLOAD = [
     "tasks.train.0.params.min_length=3",
     "tasks.train.0.params.max_length=9",
@@ -65,7 +64,7 @@ def train(folder: Path, settings: list[str]) -> float:
     """CPU-seconds that it took."""
     command = [sys.executable, "-c", "from slipstream.cli import main; main()", "train"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([*command, str(RECIPES / "quickstart.yaml"), f"run.dir={folder}", *settings], check=True)
+    subprocess.run([*command, "quickstart", f"run.dir={folder}", *settings], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

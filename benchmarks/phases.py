@@ -2,7 +2,7 @@
 
     python benchmarks/phases.py --out benchmarks/results/phases.json
 
-SmolLM2 on two tasks of recipes/smollm2-reasoner.yaml, 64 prompts x 8 samples x at most 512 tokens, after a short warm
+SmolLM2 on two tasks of smollm2-reasoner, 64 prompts x 8 samples x at most 512 tokens, after a short warm
 start; `--task arithmetic` has short answers, for a CPU. Medians over all steps but the first, which compiles. Also the
 difference between the log-probabilities of engine and trainer, and what the GPU holds at most while training.
 """
@@ -21,15 +21,14 @@ from typing import Any
 
 import torch
 
-RECIPES = Path(__file__).parent.parent / "recipes"
 # Worked solutions of at most 512 tokens, so that the warm start can teach them.
 SHORT = "[{source: gcd, size: 3000, params: {max_digits: 4}}, {source: sorting, size: 3000, params: {max_length: 9}}]"
 TASKS = {
     "reasoner": (
-        "smollm2-reasoner.yaml",
+        "smollm2-reasoner",
         ["warmup.steps=20", "engine.kv_tokens=null", f"tasks.train={SHORT}", "tasks.eval={}"],
     ),
-    "arithmetic": ("smollm2-arithmetic.yaml", ["engine.max_sequences=128", "engine.kv_tokens=60000"]),
+    "arithmetic": ("smollm2-arithmetic", ["engine.max_sequences=128", "engine.kv_tokens=60000"]),
 }
 SHOWN = (
     "timing_s/gen", "timing_s/reward", "timing_s/sleep", "timing_s/update_actor", "timing_s/update_weights",
@@ -42,7 +41,7 @@ def measure(task: str, sleep: str, prompts: int, steps: int) -> dict[str, Any]:
     recipe, overrides = TASKS[task]
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable, "-c", "from slipstream.cli import main; main()", "train", str(RECIPES / recipe),
+            sys.executable, "-c", "from slipstream.cli import main; main()", "train", recipe,
             f"run.dir={folder}/run", f"train.prompts_per_step={prompts}", "train.samples_per_prompt=8",
             "sampling.max_new_tokens=512", f"engine.max_sequences={min(512, 8 * prompts)}", f"train.steps={steps}",
             "eval.every=0", "run.save_every=1000", f"engine.sleep={sleep}", *overrides,

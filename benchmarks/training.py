@@ -3,7 +3,7 @@
     python benchmarks/training.py --shapes smollm2-135m --out benchmarks/results/training.json
     python benchmarks/training.py --shapes qwen2.5-1.5b --micro-batch-tokens 8192 --out training-1.5b.json
 
-Random weights; responses with a long tail around each mean, in micro-batches as in recipes/smollm2-reasoner.yaml. A
+Random weights; responses with a long tail around each mean, in micro-batches as in smollm2-reasoner. A
 step is forward, backward and optimizer; the forward alone gives log-probabilities. Both ways take turns. Then a step
 under the profiler: the share of it in which the GPU computes, and the kernels that take longest. Last, updates of the
 drafter that learns beside it. Without a GPU both ways are the same one, and there is nothing to profile.

@@ -45,7 +45,6 @@ from slipstream.stream.receiver import Receiver
 from slipstream.stream.shelf import Shelf
 from slipstream.types import WeightVersion
 
-RECIPES = Path(__file__).parent.parent / "recipes"
 SHARED_MEMORY = Path("/dev/shm")
 SOCKET = "lender"
 """In the folder of the shelf, where the publisher lends."""
@@ -55,7 +54,7 @@ def record_versions(folder: Path, recipe: str, steps: int, overrides: Sequence[s
     """Train, and keep the weights as the engine was given them after every step; version 0 is what RL starts from."""
     folder.mkdir(parents=True, exist_ok=True)
     run = [f"run.dir={folder / 'run'}", "run.save_every=1000", "eval.every=0", "tasks.eval={}", f"train.steps={steps}"]
-    config = load_config(RECIPES / recipe, [*run, *overrides])
+    config = load_config(recipe, [*run, *overrides])
     first = load_model(config.model, dtype=torch.float32, device=torch.device("cpu"), seed=config.seed)
     keep(folder, 0, named_weights(first))
     del first
@@ -278,7 +277,7 @@ def flip(edition: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, required=True, help="the folder of the versions")
-    parser.add_argument("--recipe", default="smollm2-arithmetic.yaml")
+    parser.add_argument("--recipe", default="smollm2-arithmetic")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--float32-steps", type=int, default=3, help="measured as float32 too")
     parser.add_argument("--workers", default="1,2,4")
@@ -293,7 +292,7 @@ def main() -> None:
     if not (folder / f"{arguments.steps:03d}.safetensors").is_file():
         record_versions(folder, arguments.recipe, arguments.steps, arguments.overrides)
         shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
-    model_name = load_config(RECIPES / arguments.recipe).model
+    model_name = load_config(arguments.recipe).model
     numbers = [int(number) for number in arguments.workers.split(",")]
     record = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
     device = torch.device(arguments.device)

@@ -3,7 +3,7 @@
 from slipstream import load_config, train
 
 if __name__ == "__main__":
-    train(load_config("recipes/quickstart.yaml", ["train.steps=20"]))
+    train(load_config("quickstart", ["train.steps=20"]))
 """
 
 from __future__ import annotations

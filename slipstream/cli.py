@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Train language models to reason, with RL. Start with: slipstream train recipes/quickstart.yaml",
+    help="Train language models to reason, with RL. Start with: slipstream train quickstart",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -33,7 +33,7 @@ _TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 @app.command(context_settings=_TAKES_OVERRIDES)
 def train(
     context: typer.Context,
-    recipe: Annotated[Path, typer.Argument(help="A .yaml file; those that come with Slipstream are in recipes/.")],
+    recipe: Annotated[Path, typer.Argument(help="A .yaml file, or the name of a recipe that comes with Slipstream.")],
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the run's last checkpoint, if it has one.")
     ] = False,
@@ -45,7 +45,7 @@ def train(
     """Train a model with RL.
 
     Any setting of the recipe can be given as key=value or --key value, for example:
-    slipstream train recipes/quickstart.yaml train.steps=20 seed=3 run.dir=runs/mine
+    slipstream train quickstart train.steps=20 seed=3 run.dir=runs/mine
 
     With mode=sync, async or rhyme, rollout.workers processes sample beside train.ranks that train: on this machine, a
     GPU each while there are enough, or with runtime=ray as actors on the Ray cluster of RAY_ADDRESS, or on its own.
@@ -131,7 +131,7 @@ def train_drafter(
     Ctrl-C writes what it has learned. Settings can be changed as in train, for example:
     slipstream train-drafter runs/quickstart --updates 800 --out drafters/mine drafter.lr=1e-3 drafter.kind=eagle1
 
-    A run uses it from its first step on: slipstream train recipes/x.yaml draft.source=both drafter.warm_from=DIR
+    A run uses it from its first step on: slipstream train quickstart draft.source=both drafter.warm_from=DIR
     """
     from slipstream.recipe import collect_overrides
     from slipstream.runtime.offline import train_offline

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from slipstream.recipe import apply_overrides, read_recipe
+from slipstream.recipe import apply_overrides, find_recipe, read_recipe
 
 
 class Section(BaseModel):
@@ -391,8 +391,10 @@ class Config(Section):
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe, its `defaults:` and the overrides (`a.b=v`, `list.0.b=v`); ValueError says what to write."""
-    return build_config(apply_overrides(read_recipe(Path(path)), overrides), where=str(path))
+    """Read a recipe, its `defaults:` and the overrides (`a.b=v`, `list.0.b=v`); ValueError says what to write.
+
+    `path` is a file, or the name of a recipe that comes with Slipstream."""
+    return build_config(apply_overrides(read_recipe(find_recipe(path)), overrides), where=str(path))
 
 
 def build_config(tree: dict[str, Any], where: str = "config") -> Config:

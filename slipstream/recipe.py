@@ -1,4 +1,7 @@
-"""Recipes as plain trees: YAML files with `defaults:`, and dotted overrides laid over them. Knows no setting's name."""
+"""Recipes as plain trees: YAML files with `defaults:`, and dotted overrides laid over them. Knows no setting's name.
+
+Owns where a recipe is found: at a path, or by the name of one that comes with Slipstream (`slipstream/recipes/`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,22 @@ from typing import Any
 
 import yaml
 
+SHIPPED = Path(__file__).parent / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come with Slipstream, by name."""
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
+
+
+def find_recipe(name: Path | str, folder: Path = Path()) -> Path:
+    """The file of a recipe: `name` as a path from `folder`, else the recipe of that name that comes with Slipstream.
+
+    A file of the user's wins over a shipped recipe of the same name. Where neither is found, the path from `folder`.
+    """
+    path = folder / name
+    return path if path.is_file() else shipped_recipes().get(str(name), path)
+
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in seen:
@@ -15,7 +34,8 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     try:
         text = path.read_text()
     except FileNotFoundError:
-        raise ValueError(f"no recipe at {path}; recipes that come with Slipstream are in recipes/") from None
+        names = ", ".join(shipped_recipes())
+        raise ValueError(f"no recipe at {path}; those that come with Slipstream are taken by name: {names}") from None
     except IsADirectoryError:
         raise ValueError(f"{path} is a folder; give the .yaml file of a recipe") from None
     try:
@@ -27,7 +47,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     parents = tree.pop("defaults", [])
     merged: dict[str, Any] = {}
     for parent in [parents] if isinstance(parents, str) else parents:
-        merged = _merge(merged, read_recipe(path.parent / parent, (*seen, path.resolve())))
+        merged = _merge(merged, read_recipe(find_recipe(parent, path.parent), (*seen, path.resolve())))
     return _merge(merged, tree)
 
 

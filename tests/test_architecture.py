@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"types", "config", "rng", "files", "models"},
     "runtime": {
         "types",
+        "recipe",
         "config",
         "rng",
         "files",

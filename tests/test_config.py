@@ -13,10 +13,10 @@ import yaml
 from pydantic import ValidationError
 
 from slipstream.config import Config, Sampling, build_config, dump_config, field_paths, load_config
-from slipstream.recipe import collect_overrides
+from slipstream.recipe import collect_overrides, shipped_recipes
 
 ROOT = Path(__file__).parent.parent
-RECIPES = sorted((ROOT / "recipes").glob("**/*.yaml"))
+RECIPES = list(shipped_recipes().values())
 MAX_KEYS = 30
 
 # Sections whose fields are read all at once, and where.
@@ -92,6 +92,25 @@ def test_parents_are_found_beside_the_child(tmp_path: Path) -> None:
     assert load_config(write(tmp_path / "sub", "top.yaml", {"defaults": "../ground.yaml"})).model == "tiny"
 
 
+def test_a_shipped_recipe_is_taken_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()  # a folder of that name, say of runs, does not hide it
+    shipped = load_config("quickstart")
+    assert shipped == load_config(shipped_recipes()["quickstart"])
+    child = write(tmp_path, "mine.yaml", {"defaults": "quickstart", "train": {"steps": 3}})
+    assert load_config(child) == load_config("quickstart", ["train.steps=3"])
+
+
+def test_a_file_of_the_user_wins_over_a_shipped_recipe_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "quickstart").write_text(yaml.safe_dump(tree(seed=77)))
+    assert load_config(write(tmp_path, "mine.yaml", {"defaults": "quickstart"})).seed == 77
+
+
+def test_the_error_for_an_unknown_recipe_names_those_that_are_shipped(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"taken by name: quickstart, smollm2-arithmetic, smollm2-reasoner"):
+        load_config(tmp_path / "recipes" / "quickstart.yaml")
+
+
 def test_one_parent_may_be_reached_by_two_ways(tmp_path: Path) -> None:
     write(tmp_path, "ground.yaml", tree())
     write(tmp_path, "a.yaml", {"defaults": "ground.yaml"})
@@ -152,7 +171,7 @@ def test_an_empty_override_takes_an_optional_section_away(tmp_path: Path) -> Non
 
 
 def test_an_empty_mapping_takes_the_place_of_what_was_there() -> None:
-    config = load_config(ROOT / "recipes" / "quickstart.yaml", ["tasks.eval={}", "sampling={}"])
+    config = load_config("quickstart", ["tasks.eval={}", "sampling={}"])
     assert (
         config.tasks.eval == {} and config.tasks.train and config.sampling.max_new_tokens == Sampling().max_new_tokens
     )

@@ -74,7 +74,7 @@ class MachineReport:
             lines.append(f"{'model':14} {self.model}")
         if self.fusion is not None:
             lines.append(f"{'fusion':14} {self.fusion}")
-        lines.append("ready: slipstream train recipes/quickstart.yaml" if self.usable else "not ready, see above")
+        lines.append("ready: slipstream train quickstart" if self.usable else "not ready, see above")
         return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from slipstream.config import Config, load_config
 from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.rendering import render_prompts, stop_token_ids
 from slipstream.observe.console import Console
+from slipstream.recipe import find_recipe
 from slipstream.runtime.drafting import without_learning
 from slipstream.runtime.engines import build_engine, choose_device
 from slipstream.runtime.evaluation import evaluate_sets
@@ -55,11 +56,11 @@ def evaluate_target(target: Path, overrides: Sequence[str], *, quiet: bool = Fal
 
 def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Config, str, int]:
     """With the model, and after how many steps."""
-    if target.is_file():
+    if not target.is_dir():
+        if not find_recipe(target).is_file():
+            raise ValueError(f"no run, checkpoint or recipe at {target}")
         config = load_config(target, overrides)
         return config, config.model, 0
-    if not target.is_dir():
-        raise ValueError(f"no run, checkpoint or recipe at {target}")
     if (target / "config.yaml").is_file():
         checkpoint = latest_checkpoint(target)
         if checkpoint is None:
@@ -70,7 +71,7 @@ def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Config, str, int]:
         if not (run_dir / "config.yaml").is_file():
             raise ValueError(
                 f"{target} is neither a run folder (with config.yaml) nor a checkpoint of one; to evaluate a model "
-                f"folder give a recipe: slipstream eval recipes/x.yaml model={target}"
+                f"folder give a recipe: slipstream eval quickstart model={target}"
             )
     damage = find_damage(checkpoint)
     if damage is not None:

@@ -77,6 +77,30 @@ def train(
 
 
 @app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Print this one, e.g. to copy it out.")] = None,
+) -> None:
+    """List the recipes that come with Slipstream, or print one.
+
+    A copy of your own: slipstream recipes quickstart > mine.yaml
+
+    A recipe of your own that changes some keys of one begins with: defaults: quickstart
+    """
+    from slipstream.recipe import first_comment, shipped_recipes
+
+    shipped = shipped_recipes()
+    if name is not None:
+        if name not in shipped:
+            raise ValueError(f"no recipe {name!r} comes with Slipstream; those that do: {', '.join(shipped)}")
+        typer.echo(shipped[name].read_text(encoding="utf-8"), nl=False)
+        return
+    width = max(map(len, shipped))
+    for each, path in shipped.items():
+        typer.echo(f"{each:{width}}  {first_comment(path)}")
+    typer.echo("\nrun one: slipstream train quickstart\ncopy one: slipstream recipes quickstart > mine.yaml")
+
+
+@app.command()
 def scale(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that is going on.")],
     rollout: Annotated[int, typer.Option(help="Processes that sample, from now on.", min=1)],

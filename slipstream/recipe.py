@@ -19,6 +19,12 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
 
 
+def first_comment(path: Path) -> str:
+    """What the first line of a recipe says of it; an empty string if that line is no comment."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
 def find_recipe(name: Path | str, folder: Path = Path()) -> Path:
     """The file of a recipe: `name` as a path from `folder`, else the recipe of that name that comes with Slipstream.
 

@@ -202,7 +202,10 @@ def test_check_says_what_this_machine_can_run(capsys: pytest.CaptureFixture[str]
     assert report["usable"] and report["model"].startswith("tiny: llama") and "torch" in report["facts"]
     assert report["fusion"] == "3 of 3 layers fused (llama)"
     assert call("check", "tiny") == 0
-    assert "\nfusion         3 of 3 layers fused (llama)\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\nfusion         3 of 3 layers fused (llama)\n" in printed
+    command = printed.splitlines()[-1].removeprefix("ready: slipstream ")
+    assert call(*command.split(), "--dry-run") == 0, "what it says to do can be done from any folder"
 
 
 @pytest.mark.parametrize("has_it", [True, False])

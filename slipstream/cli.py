@@ -314,17 +314,23 @@ def plan(
     target: Annotated[
         float | None, typer.Option(help="Rollouts a second: the cheapest plan that reaches it; else the fastest.")
     ] = None,
+    cheapest: Annotated[
+        str, typer.Option(help="With --target, the least of: the cost of a step, or the rent of an hour (step, hour).")
+    ] = "step",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say how many GPUs should sample and how many train, what a step takes and costs, and the second-best plan.
 
     With two kinds of GPU, each is tried for both, and one for each side. For example:
     slipstream plan --size 7 --gpus h100:32@2.5,h20:64@1.0 --prompts 128 --samples 8 --target 10
+
+    With --target the first plan is the one whose steps cost least; with --cheapest hour the one whose GPUs do, though
+    its steps may take longer and cost more. Without prices every GPU counts the same.
     """
     from slipstream.simulate.planning import Need, lengths_from
     from slipstream.simulate.show import show_plan
 
-    need = Need(size, lengths_from(median, limit), prompts, samples, training, target)
+    need = Need(size, lengths_from(median, limit), prompts, samples, training, target, cheapest)
     show_plan(offers=gpus, need=need, as_json=as_json)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.simulate import planning
 from slipstream.simulate.costs import GPUS, costs_of, decode_curve, gpus_a_worker, key_bytes, typical_context
-from slipstream.simulate.planning import Need, Offer, lengths_from, make_plans
+from slipstream.simulate.planning import Need, Offer, Plan, lengths_from, make_plans, time_plan
 from slipstream.simulate.study import best_result, compare
 from slipstream.simulate.systems import SYSTEMS
 from slipstream.simulate.workloads import LongTail, SimulatedStep
@@ -87,6 +89,61 @@ def test_a_target_is_reached_with_fewer_gpus_and_the_cheaper_kind() -> None:
     assert cheapest[0].cost == min(costs)
     _, reaches = make_plans(offers[:1], Need(7, SHORT, prompts=8, samples=4, target=1e6))
     assert not reaches
+
+
+OFFERS = {
+    "one kind": ["h100:7@2"],
+    "a dear kind and a cheap one": ["h100:4@6", "h20:5@.3"],
+    "kinds of one price": ["h100:3@2", "h200:4@2.1"],
+    "without prices": ["h100:4", "h20:4"],
+}
+
+
+@pytest.mark.parametrize("offers", OFFERS.values(), ids=OFFERS.keys())
+def test_no_plan_that_reaches_the_target_is_cheaper(offers: list[str]) -> None:
+    """Against every number of GPUs of each kind on each side, by both meanings of cheapest."""
+    parsed = [Offer.parse(text) for text in offers]
+    need = Need(7, LongTail(300, 2000), prompts=4, samples=5)
+    every = [
+        time_plan(sampling, sampling_gpus, training, train_gpus, need)
+        for sampling in parsed
+        for training in parsed
+        for sampling_gpus in range(1, sampling.count + 1)
+        for train_gpus in range(2, training.count + 1)
+        if sampling is not training or sampling_gpus + train_gpus <= sampling.count
+    ]
+    target = statistics.median(plan.rollouts_a_s for plan in every)
+    reaching = [plan for plan in every if plan.rollouts_a_s >= target]
+
+    def hourly(plan: Plan) -> float:
+        return plan.num_gpus if plan.rent is None else plan.rent
+
+    for cheapest, price in ("step", lambda plan: hourly(plan) * plan.step_s), ("hour", hourly):
+        plans, reaches = make_plans(parsed, dataclasses.replace(need, target=target, cheapest=cheapest))
+        assert reaches and price(plans[0]) == min(map(price, reaching))
+        for plan in plans:
+            kinds = plan.sampling.gpu, plan.training.gpu
+            rivals = [price(one) for one in reaching if (one.sampling.gpu, one.training.gpu) == kinds]
+            assert not rivals or price(plan) == min(rivals), "each is the cheapest of its kinds"
+
+
+def test_a_step_on_the_smallest_fleet_may_cost_more(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --size 1.5 --gpus h20:5@.3 --target 2 --prompts 8 --samples 4 --median 300 --limit 1200"
+    found = []
+    for option in ([], ["--cheapest", "hour"]):
+        with pytest.raises(SystemExit) as caught:
+            main([*words.split(), *option, "--json"])
+        assert caught.value.code == 0
+        found.append(json.loads(capsys.readouterr().out)["plans"][0])
+    by_step, by_hour = found
+    assert by_step["cost"] < by_hour["cost"] and by_step["rent"] > by_hour["rent"] and by_hour["num_gpus"] == 2
+    with pytest.raises(SystemExit):
+        main(words.split())
+    printed = capsys.readouterr().out
+    assert "rent an hour" in printed and "cost a step" in printed and "--cheapest hour" in printed
+    with pytest.raises(SystemExit) as caught:
+        main([*words.split(), "--cheapest", "month"])
+    assert caught.value.code == 2 and "--cheapest month: write one of step, hour" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", [23.956, 5.0])

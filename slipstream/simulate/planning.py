@@ -1,18 +1,21 @@
 """Which GPUs to rent and how to split them: plans found by simulating our own system on what is on offer. Pure.
 
 One kind of GPU for both, or one kind that samples and another that trains, in another datacenter if need be. With a
-target the plan is the cheapest that reaches it, else the fastest. Large steps are simulated at a smaller scale, with as
-many rollouts for each GPU.
+target the plan is the cheapest that reaches it, by the cost of a step or by the rent of an hour; else the fastest.
+Large steps are simulated at a smaller scale, with as many rollouts for each GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
+from typing import Literal, get_args
 
 from slipstream.simulate.costs import BYTES, GPUS, Gpu, costs_of, gpus_a_worker
 from slipstream.simulate.study import best_result
@@ -32,6 +35,14 @@ SEEDS = (0, 1, 2)
 """A plan's time is the mean over so many workloads; where it is split, the first decides."""
 FAR_BYTES_S = 10e9
 """At which weights go to another datacenter."""
+UNEVEN = 0.06
+"""By this share a plan with more GPUs may be slower all the same: steps that overlap fall differently. The search for
+the cheapest plan allows for it."""
+FINE = 16
+"""Up to this many GPUs of a side every number is tried, beyond it every sixteenth part."""
+
+Cheapest = Literal["step", "hour"]
+"""Which plan of those that reach the target is the cheapest: by what a step costs, or by what an hour's rent does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +77,15 @@ class Need:
     training: str = "grpo"
     target: float | None = None
     """Rollouts a second."""
+    cheapest: Cheapest = "step"
 
     def __post_init__(self) -> None:
         if not 0 < self.billions < math.inf:
             raise ValueError(f"a model of {self.billions:g} billion weights cannot be: give its size, e.g. --size 7")
         if self.target is not None and not 0 < self.target < math.inf:
             raise ValueError(f"--target {self.target:g}: rollouts a second are above 0, e.g. --target 10")
+        if self.cheapest not in get_args(Cheapest):
+            raise ValueError(f"--cheapest {self.cheapest}: write one of {', '.join(get_args(Cheapest))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,41 +104,50 @@ class Plan:
         return self.sampling.count + self.training.count
 
     @property
-    def cost(self) -> float | None:
-        """Of a step."""
+    def rent(self) -> float | None:
+        """Of an hour."""
         if self.sampling.price is None or self.training.price is None:
             return None
-        hourly = self.sampling.count * self.sampling.price + self.training.count * self.training.price
-        return hourly * self.step_s / 3600
+        return self.sampling.count * self.sampling.price + self.training.count * self.training.price
+
+    @property
+    def cost(self) -> float | None:
+        """Of a step."""
+        return None if self.rent is None else self.rent * self.step_s / 3600
 
     def as_dict(self) -> dict[str, object]:
-        return dataclasses.asdict(self) | {"cost": self.cost, "num_gpus": self.num_gpus}
+        return dataclasses.asdict(self) | {"cost": self.cost, "rent": self.rent, "num_gpus": self.num_gpus}
 
 
 def make_plans(
     offers: Sequence[Offer], need: Need, on_try: Callable[[str], None] = lambda what: None
 ) -> tuple[list[Plan], bool]:
     """The best first, at most one for each way to use the offers; and whether the best reaches the target."""
+    has_prices = all(offer.price is not None for offer in offers)
     plans = []
-    for offer in offers:
-        on_try(f"{offer.gpu} for both")
-        plans += _of_one_kind(offer, need)
-    for sampling in offers:
-        for training in offers:
-            if sampling.gpu != training.gpu:
-                on_try(f"{sampling.gpu} samples, {training.gpu} trains")
-                plans += _of_two_kinds(sampling, training, need)
+    for sampling, training in product(offers, offers):
+        is_one = sampling.gpu == training.gpu
+        if is_one and sampling is not training:
+            continue  # two offers of one kind
+        on_try(f"{sampling.gpu} for both" if is_one else f"{sampling.gpu} samples, {training.gpu} trains")
+        found = _cheapest_plan(sampling, training, need, has_prices) if need.target is not None else None
+        if found is None:
+            found = _fastest_of_one_kind(sampling, need) if is_one else _fastest_of_two_kinds(sampling, training, need)
+        plans += [found] if found is not None else []
     if not plans:
         raise ValueError(
             f"no offer can hold a worker for {need.billions:g} billion weights and what trains them: offer more GPUs"
         )
-    reaching = [plan for plan in plans if need.target is None or plan.rollouts_a_s >= need.target]
-    has_prices = all(plan.cost is not None for plan in plans)
-    if need.target is not None and reaching:
-        others = sorted((plan for plan in plans if plan not in reaching), key=lambda plan: plan.step_s)
-        by_price = sorted(reaching, key=lambda plan: (plan.cost if has_prices else plan.num_gpus) or 0.0)
-        return by_price + others, True
-    return sorted(plans, key=lambda plan: plan.step_s), need.target is None
+    target = need.target
+    reaching = [plan for plan in plans if target is not None and plan.rollouts_a_s >= target]
+    others = sorted((plan for plan in plans if plan not in reaching), key=lambda plan: plan.step_s)
+    return sorted(reaching, key=lambda plan: _cost(plan, need, has_prices)) + others, target is None or bool(reaching)
+
+
+def _cost(plan: Plan, need: Need, has_prices: bool) -> float:
+    """What the cheapest plan has least of; without prices every GPU costs the same."""
+    hourly = (plan.rent or 0.0) if has_prices else float(plan.num_gpus)
+    return hourly * (plan.step_s if need.cheapest == "step" else 1.0)
 
 
 def _fewest_trainers(need: Need, gpu: Gpu) -> int:
@@ -132,53 +155,131 @@ def _fewest_trainers(need: Need, gpu: Gpu) -> int:
     return math.ceil(TRAINED_BYTES * need.billions / (MEMORY_TO_TRAIN * gpu.gigabytes))
 
 
-def _of_one_kind(offer: Offer, need: Need) -> list[Plan]:
-    """As many of the offer as are needed for the target, or all."""
-    gpu = GPUS[offer.gpu]
-    unit, trainers = gpus_a_worker(need.billions, gpu), _fewest_trainers(need, gpu)
-    if offer.count < unit + trainers:
-        return []
-
-    @cache
-    def best(num_gpus: int) -> Plan:
-        """Of this many: by a search at a smaller scale, and then as it is."""
-        scale = _scale(need, num_gpus // (unit + trainers))
-        steps, _ = _draw(need, scale, SEEDS[0])
-        costs = costs_of(need.billions, gpu, steps, training=need.training)
-        found = best_result("", SYSTEMS[OUR_SYSTEM], costs, steps, num_gpus // scale)
-        train_gpus = max(trainers, round(found.train_gpus * num_gpus / (num_gpus // scale)))
-        workers = max(1, (num_gpus - train_gpus) // unit)
-        return _timed(offer, workers * unit, offer, max(trainers, num_gpus - workers * unit), need)
-
-    target = need.target
-    if target is None or best(offer.count).rollouts_a_s < target:
-        return [best(offer.count)]
-    return [best(_fewest(lambda count: best(count).rollouts_a_s >= target, unit + trainers, offer.count))]
-
-
-def _of_two_kinds(sampling: Offer, training: Offer, need: Need) -> list[Plan]:
-    """As few of each side as reach the target, or as do not slow the other down."""
+def _bounds(sampling: Offer, training: Offer, need: Need) -> tuple[int, int, int, int] | None:
+    """GPUs of a worker, and at most how many workers; GPUs that train, at least and at most. None: too few of them."""
     unit = gpus_a_worker(need.billions, GPUS[sampling.gpu])
-    workers, trainers = sampling.count // unit, _fewest_trainers(need, GPUS[training.gpu])
-    if not workers or training.count < trainers:
-        return []
+    trainers = _fewest_trainers(need, GPUS[training.gpu])
+    is_one = sampling.gpu == training.gpu
+    workers = (sampling.count - trainers if is_one else sampling.count) // unit
+    most_trainers = training.count - unit if is_one else training.count
+    return (unit, workers, trainers, most_trainers) if workers > 0 and most_trainers >= trainers else None
+
+
+def _fastest_of_one_kind(offer: Offer, need: Need) -> Plan | None:
+    """With all of the offer, split by a search at a smaller scale; and then as it is."""
+    gpu, bounds = GPUS[offer.gpu], _bounds(offer, offer, need)
+    if bounds is None:
+        return None
+    unit, _, trainers, _ = bounds
+    scale = _scale(need, offer.count // (unit + trainers))
+    steps, _ = _draw(need, scale, SEEDS[0])
+    costs = costs_of(need.billions, gpu, steps, training=need.training)
+    found = best_result("", SYSTEMS[OUR_SYSTEM], costs, steps, offer.count // scale)
+    train_gpus = max(trainers, round(found.train_gpus * offer.count / (offer.count // scale)))
+    workers = max(1, (offer.count - train_gpus) // unit)
+    return time_plan(offer, workers * unit, offer, max(trainers, offer.count - workers * unit), need)
+
+
+def _fastest_of_two_kinds(sampling: Offer, training: Offer, need: Need) -> Plan | None:
+    """As few of each side as do not slow the other down."""
+    bounds = _bounds(sampling, training, need)
+    if bounds is None:
+        return None
+    unit, workers, trainers, most_trainers = bounds
 
     @cache
     def timed(num_workers: int, train_gpus: int) -> Plan:
-        return _timed(sampling, num_workers * unit, training, train_gpus, need)
+        return time_plan(sampling, num_workers * unit, training, train_gpus, need)
 
-    fastest = timed(workers, training.count)
-    reaches = need.target is not None and fastest.rollouts_a_s >= need.target
+    fastest_s = timed(workers, most_trainers).step_s
+    train_gpus = _fewest(lambda count: timed(workers, count).step_s <= 1.02 * fastest_s, trainers, most_trainers)
+    num_workers = _fewest(lambda count: timed(count, train_gpus).step_s <= 1.04 * fastest_s, 1, workers)
+    return timed(num_workers, train_gpus)
 
-    def is_enough(plan: Plan, slack: float) -> bool:
-        if reaches:
-            assert need.target is not None
-            return plan.rollouts_a_s >= need.target
-        return plan.step_s <= slack * fastest.step_s
 
-    train_gpus = _fewest(lambda count: is_enough(timed(workers, count), 1.02), trainers, training.count)
-    num_workers = _fewest(lambda count: is_enough(timed(count, train_gpus), 1.04), 1, workers)
-    return [timed(num_workers, train_gpus)]
+@dataclass(frozen=True, slots=True, order=True)
+class _Box:
+    """Plans with so many workers and so many GPUs that train: indices into the numbers that are tried."""
+
+    at_least: float
+    """What each of them costs."""
+    workers: tuple[int, int]
+    trainers: tuple[int, int]
+    """First and last."""
+
+
+def _cheapest_plan(sampling: Offer, training: Offer, need: Need, has_prices: bool) -> Plan | None:
+    """The cheapest plan of these two kinds that reaches the target; None if none does.
+
+    Branch and bound: no plan of a box is faster than the one with its most workers and trainers, nor has a lower rent
+    than the one with its fewest, so a box is looked into only if what follows from the two is cheaper than the best.
+    """
+    bounds = _bounds(sampling, training, need)
+    if bounds is None:
+        return None
+    unit, workers, trainers, most_trainers = bounds
+    tried = _numbers(1, workers), _numbers(trainers, most_trainers)
+    best: list[Plan] = []
+
+    @cache
+    def timed(worker: int, trainer: int) -> Plan:
+        return time_plan(sampling, tried[0][worker] * unit, training, tried[1][trainer], need)
+
+    def is_offered(plan_workers: int, plan_trainers: int) -> bool:
+        return sampling.gpu != training.gpu or plan_workers * unit + plan_trainers <= sampling.count
+
+    def look_at(workers: tuple[int, int], trainers: tuple[int, int]) -> _Box | None:
+        """None: no plan of the box can be the best."""
+        fewest = tried[0][workers[0]], tried[1][trainers[0]]
+        if not is_offered(*fewest):
+            return None
+        while not is_offered(tried[0][workers[1]], fewest[1]):
+            workers = workers[0], workers[1] - 1
+        while not is_offered(fewest[0], tried[1][trainers[1]]):
+            trainers = trainers[0], trainers[1] - 1
+        is_one = workers[0] == workers[1] and trainers[0] == trainers[1]
+        fastest, slack = timed(workers[1], trainers[1]), 0.0 if is_one else UNEVEN
+        assert need.target is not None
+        if fastest.rollouts_a_s < need.target * (1 - slack):
+            return None
+        if fastest.rollouts_a_s >= need.target and is_offered(tried[0][workers[1]], tried[1][trainers[1]]):
+            best[:] = [min([*best, fastest], key=lambda plan: _cost(plan, need, has_prices))]
+        smallest = dataclasses.replace(
+            fastest,
+            sampling=dataclasses.replace(sampling, count=fewest[0] * unit),
+            training=dataclasses.replace(training, count=fewest[1]),
+            step_s=fastest.step_s * (1 - slack),
+        )
+        return _Box(_cost(smallest, need, has_prices), workers, trainers)
+
+    boxes = [look_at((0, len(tried[0]) - 1), (0, len(tried[1]) - 1))]
+    heap = [box for box in boxes if box is not None]
+    while heap and not (best and heap[0].at_least >= _cost(best[0], need, has_prices)):
+        box = heapq.heappop(heap)
+        for half in _halves(box.workers, box.trainers):
+            inside = look_at(*half)
+            if inside is not None:
+                heapq.heappush(heap, inside)
+    return best[0] if best else None
+
+
+def _numbers(least: int, most: int) -> list[int]:
+    """From `least` to `most`, both included."""
+    found = [least]
+    while found[-1] < most:
+        found.append(min(most, found[-1] + max(1, found[-1] // FINE)))
+    return found
+
+
+def _halves(workers: tuple[int, int], trainers: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """A box cut in two across its longer side; nothing for a box of one."""
+    if workers[0] == workers[1] and trainers[0] == trainers[1]:
+        return []
+    if workers[1] - workers[0] >= trainers[1] - trainers[0]:
+        middle = sum(workers) // 2
+        return [((workers[0], middle), trainers), ((middle + 1, workers[1]), trainers)]
+    middle = sum(trainers) // 2
+    return [(workers, (trainers[0], middle)), (workers, (middle + 1, trainers[1]))]
 
 
 def _fewest(is_enough: Callable[[int], bool], least: int, most: int) -> int:
@@ -204,8 +305,9 @@ def _draw(need: Need, scale: int, seed: int) -> tuple[list[SimulatedStep], float
     return steps, need.prompts / (scale * prompts)
 
 
-def _timed(sampling: Offer, sampling_gpus: int, training: Offer, train_gpus: int, need: Need) -> Plan:
-    """Simulated with the split as it is, at a scale at which one worker and one trainer are left at least."""
+def time_plan(sampling: Offer, sampling_gpus: int, training: Offer, train_gpus: int, need: Need) -> Plan:
+    """The plan with these numbers of GPUs of each offer, simulated at a scale that leaves one worker and one trainer at
+    least."""
     unit = gpus_a_worker(need.billions, GPUS[sampling.gpu])
     scale = _scale(need, min(sampling_gpus // unit, train_gpus))
     workers = max(1, round(sampling_gpus / scale / unit))

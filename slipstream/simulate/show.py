@@ -230,6 +230,10 @@ def show_plan(*, offers: str, need: Need, as_json: bool = False) -> list[Plan]:
             "Simulated with drafts from history and one step of staleness; +-: half the range over three workloads "
             "drawn. Decoding is reckoned from data sheets."
         )
+        if need.target is not None and reaches:
+            other, found = ("rent an hour", "hour") if need.cheapest == "step" else ("cost a step", "step")
+            chosen = "cost a step" if need.cheapest == "step" else "rent an hour"
+            console.print(f"best: the lowest {chosen} that reaches the target; --cheapest {found}: the lowest {other}.")
     if not reaches:
         raise ValueError(
             f"{need.target:g} rollouts a second cannot be reached: these GPUs give {plans[0].rollouts_a_s:.2f} at "
@@ -259,7 +263,7 @@ def _plan_table(plans: Sequence[Plan], need: Need) -> Table:
     title = (
         f"{need.billions:g}B, {need.prompts * need.samples} rollouts a step, median {need.lengths.median:,.0f} tokens"
     )
-    shown = _new_table(title, "", "sample", "train", "s/step", "rollouts/s", "idle", "cost a step")
+    shown = _new_table(title, "", "sample", "train", "s/step", "rollouts/s", "idle", "rent an hour", "cost a step")
     for plan, rank in zip(plans, ("best", "second best", *[""] * len(plans)), strict=False):
         shown.add_row(
             rank,
@@ -268,7 +272,8 @@ def _plan_table(plans: Sequence[Plan], need: Need) -> Table:
             f"{plan.step_s:.0f} +- {plan.spread_s:.0f}",
             f"{plan.rollouts_a_s:.2f}",
             f"{plan.idle_share:.0%}",
-            "no price" if plan.cost is None else f"{plan.cost:.2f}",
+            "no price" if plan.rent is None else f"{plan.rent:.2f}",
+            "no price" if plan.cost is None else f"{plan.cost:.4f}" if plan.cost < 1 else f"{plan.cost:.2f}",
         )
     return shown
 

@@ -126,6 +126,8 @@ def evaluate(
     """Evaluate a checkpoint on the recipe's named sets: avg@k and pass@k.
 
     Settings can be changed as in train, for example: slipstream eval runs/quickstart eval.samples_per_prompt=8
+
+    Another model on the sets of a run, say the one it began with: slipstream eval runs/quickstart model=smollm2
     """
     from slipstream.recipe import collect_overrides
     from slipstream.runtime.standalone import evaluate_target
@@ -219,7 +221,10 @@ def check(
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="A run folder, e.g. runs/quickstart.")]) -> None:
-    """Write report.html of a run, also while it is running, with what other settings would save."""
+    """Write report.html of a run, also while it is running.
+
+    What other modes and more devices would save is simulated for runs with mode=colocated only.
+    """
     from slipstream.observe.report import write_report
     from slipstream.simulate.show import what_if_rows
 
@@ -235,7 +240,9 @@ def simulate(
     prompts: Annotated[int, typer.Option(help="Prompts of a step.", min=1)] = 128,
     samples: Annotated[int, typer.Option(help="Samples of a prompt.", min=1)] = 8,
     steps: Annotated[int, typer.Option(help="Steps to simulate.")] = 12,
-    training: Annotated[str, typer.Option(help="grpo or ppo, which has a critic to train too.")] = "grpo",
+    training: Annotated[
+        str, typer.Option(help="grpo, or ppo, whose critic is trained too: simulated only, train has no PPO.")
+    ] = "grpo",
     systems: Annotated[str, typer.Option(help="Which systems, separated by semicolons.")] = "all",
     curve: Annotated[
         Path | None, typer.Option(help="Measured decoding: a file of slipstream bench engine --json; with --shape.")
@@ -253,7 +260,8 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Of the lengths drawn.")] = 0,
     run: Annotated[Path | None, typer.Option(help="Instead of drawn lengths those of a recorded run.")] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Instead: how well the second half of this run is foretold from its first.")
+        Path | None,
+        typer.Option(help="Instead: foretell the second half of this run, without drafts, by its first."),
     ] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write plots to this page.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
@@ -310,7 +318,9 @@ def plan(
     samples: Annotated[int, typer.Option(help="Samples of a prompt.", min=1)] = 8,
     median: Annotated[float, typer.Option(help="Tokens of a typical rollout.")] = 5200,
     limit: Annotated[float, typer.Option(help="Tokens at which rollouts are cut.")] = 20000,
-    training: Annotated[str, typer.Option(help="grpo or ppo, which has a critic to train too.")] = "grpo",
+    training: Annotated[
+        str, typer.Option(help="grpo, or ppo, whose critic is trained too: simulated only, train has no PPO.")
+    ] = "grpo",
     target: Annotated[
         float | None, typer.Option(help="Rollouts a second: the cheapest plan that reaches it; else the fastest.")
     ] = None,

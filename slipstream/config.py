@@ -194,9 +194,11 @@ class Algorithm(Section):
     name: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "gspo", "cispo"] = "grpo"
     clip_low: float | None = Field(None, ge=0)
     """Lower clip of the probability ratio is 1 - clip_low; None is the algorithm's own (ALGORITHMS in
-    train/algorithms.py). With train.updates_per_step=1 the ratio is exactly 1 and clipping has no effect."""
+    train/algorithms.py). It acts from a step's second update on: in the first the ratio is exactly 1, so setting it
+    needs train.updates_per_step > 1."""
     clip_high: float | None = Field(None, ge=0)
-    """Upper clip is 1 + clip_high; DAPO's clip-higher is 0.28. None and train.updates_per_step=1 as in clip_low."""
+    """Upper clip is 1 + clip_high; DAPO's clip-higher is 0.28, with 16 updates a step. None, and when it acts, as in
+    clip_low."""
     aggregation: Literal["auto", "token_mean", "sequence_mean", "constant"] = "auto"
     """How token losses become one number; auto is the algorithm's own (DAPO: token_mean)."""
     dynamic_sampling: bool = False
@@ -291,7 +293,7 @@ class Config(Section):
     beside one that trains, on groups as they are scored. sync: on the newest weights, as colocated. async: one step
     ahead, on weights that are a step old at most; where a step changes the policy much (mismatch_kl above 0.003), a
     lower train.lr learns faster. rhyme: so too, the long rollouts of a step on some workers and the short ones on the
-    others, who change places with each step."""
+    others, who change places with each step; with 2 or 3 workers all rollouts are one group, so use 4 or more."""
     runtime: Literal["local", "ray"] = "local"
     """Where processes run (mode=sync, async, rhyme). local: on this machine, a GPU each while there are enough, trainer
     ranks first; else they share. ray: each is an actor on the Ray cluster that RAY_ADDRESS names, or that was started
@@ -324,6 +326,18 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_clip_has_an_effect(self) -> Config:
+        clips = {"clip_low": self.algorithm.clip_low, "clip_high": self.algorithm.clip_high}
+        for name, value in clips.items():
+            if value is not None and self.train.updates_per_step == 1:
+                raise ValueError(
+                    f"algorithm.{name}={value:g} has no effect with train.updates_per_step=1: a step's first update is "
+                    "made at the policy that it is compared with, so the ratio is 1 and nothing is clipped; write "
+                    f"train.updates_per_step=4, say (DAPO makes 16), or leave algorithm.{name} out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _mode_has_what_it_needs(self) -> Config:
         if self.mode == "colocated":
             apart = {"rollout.workers > 1": self.rollout.workers > 1, "rollout.scale": self.rollout.scale is not None}
@@ -346,7 +360,10 @@ class Config(Section):
         if idle > most:
             raise ValueError(f"drafter.least_idle={idle} is more than there are rollout workers: {most}; lower it")
         if self.mode == "rhyme" and self.rollout.workers < 2:
-            raise ValueError("mode=rhyme shares rollouts out among workers by length: write rollout.workers=2 or more")
+            raise ValueError(
+                "mode=rhyme shares rollouts out among workers by length: write rollout.workers=2 or more, and 4 or "
+                "more for two groups of lengths"
+            )
         if scale is not None:
             if not scale.min <= self.rollout.workers <= scale.max:
                 raise ValueError(
@@ -377,6 +394,12 @@ class Config(Section):
         rounds = self.algorithm.max_sampling_rounds if self.algorithm.dynamic_sampling else 1
         at_least, more = ("at least ", f", up to {rounds} times as many") if rounds > 1 else ("", "")
         most = samples * rounds
+        scale, updates = self.rollout.scale, train.updates_per_step
+        fewest_workers = self.rollout.workers if scale is None else scale.min
+        one_group = {
+            "groups by length": "one with 2 or 3 rollout workers, so that mode=rhyme shares nothing out by length: "
+            "write rollout.workers=4 or more"
+        }
         return {
             "prompts per step": f"{train.prompts_per_step}",
             "samples per step": f"{at_least}{train.prompts_per_step} prompts x {train.samples_per_prompt} samples = "
@@ -385,9 +408,10 @@ class Config(Section):
             f"{most * self.sampling.max_new_tokens:,}",
             "sequences decoding at once": f"at most {self.engine.max_sequences}, so about {waves} wave(s)",
             "samples per update": f"{samples} / {train.updates_per_step} = {samples / train.updates_per_step:g}",
+            "updates that clip": f"{updates - 1} of {updates} a step: in the first the probability ratio is 1",
             "micro-batches per step": f"at most {micro_batches} of {train.micro_batch_tokens:,} packed tokens",
             "rollouts in the whole run": f"{at_least}{train.steps} steps x {samples} = {train.steps * samples:,}{more}",
-        }
+        } | (one_group if self.mode == "rhyme" and fewest_workers < 4 else {})
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:

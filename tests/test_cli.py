@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from slipstream.cli import main
 
@@ -191,6 +193,20 @@ def test_eval_and_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert call("eval", str(tmp_path / "run"), "--json") == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] > 0 and json.loads(capsys.readouterr().out).items() <= rows[-1].items()
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "run" / "checkpoints" / "step_0", other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor + 0.05 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    greedy = ["--json", "eval.temperature=0"]
+    assert call("eval", str(tmp_path / "run"), *greedy, f"model={other}") == 0
+    of_other = json.loads(capsys.readouterr().out)
+    assert call("eval", str(tmp_path / "recipe.yaml"), *greedy, f"model={other}") == 0
+    assert json.loads(capsys.readouterr().out) == of_other, "the model that was named, not the run's last checkpoint"
+    assert call("eval", str(tmp_path / "run"), *greedy) == 0
+    assert json.loads(capsys.readouterr().out) != of_other
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_0"
+    assert call("eval", str(checkpoint), f"model={other}") == 2
+    assert "are two models: leave one out" in capsys.readouterr().err
     assert call("report", str(tmp_path / "run")) == 0
     assert call("report", str(tmp_path)) != 0
     assert call("eval", str(tmp_path / "nowhere")) == 2

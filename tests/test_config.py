@@ -14,6 +14,9 @@ from pydantic import ValidationError
 
 from slipstream.config import Config, Sampling, build_config, dump_config, field_paths, load_config
 from slipstream.recipe import collect_overrides, shipped_recipes
+from slipstream.schedule.dispatch import WorkerSpec
+from slipstream.schedule.speeds import SpeedCurve
+from slipstream.schedule.tiers import two_tiers
 
 ROOT = Path(__file__).parent.parent
 RECIPES = list(shipped_recipes().values())
@@ -58,6 +61,8 @@ def write(folder: Path, name: str, content: dict[str, Any]) -> Path:
         ({"mode": "sync", "drafter": {"least_idle": 2}}, "least_idle=2 is more than there are rollout workers: 1"),
         ({"train": {"ranks": 2}}, "train.ranks > 1 needs mode=sync, async or rhyme"),
         ({"mode": "rhyme"}, "write rollout.workers=2 or more"),
+        ({"algorithm": {"clip_high": 0.28}}, "algorithm.clip_high=0.28 has no effect with train.updates_per_step=1"),
+        ({"algorithm": {"clip_low": 0.1}}, "write train.updates_per_step=4, say (DAPO makes 16), or leave"),
         ({"mode": "sync", "engine": {"sleep": "kv"}}, "engine.sleep makes room for training in the same process"),
     ],
 )  # fmt: skip
@@ -107,7 +112,7 @@ def test_a_file_of_the_user_wins_over_a_shipped_recipe_of_its_name(tmp_path: Pat
 
 
 def test_the_error_for_an_unknown_recipe_names_those_that_are_shipped(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"taken by name: quickstart, smollm2-arithmetic, smollm2-reasoner"):
+    with pytest.raises(ValueError, match=r"taken by name: dapo, quickstart, smollm2-arithmetic, smollm2-reasoner"):
         load_config(tmp_path / "recipes" / "quickstart.yaml")
 
 
@@ -286,9 +291,26 @@ def test_the_derived_numbers_by_hand() -> None:
         "response tokens per step": "at most 24 x 100 = 2,400",
         "sequences decoding at once": "at most 10, so about 3 wave(s)",
         "samples per update": "24 / 2 = 12",
+        "updates that clip": "1 of 2 a step: in the first the probability ratio is 1",
         "micro-batches per step": "at most 5 of 1,000 packed tokens",  # 24 / 6 full ones, one more for a second update
         "rollouts in the whole run": "10 steps x 24 = 240",
     }
+
+
+@pytest.mark.parametrize(
+    ("rollout", "is_one_group"),
+    [({"workers": 2}, True), ({"workers": 3}, True), ({"workers": 4}, False),
+     ({"workers": 4, "scale": {"min": 2, "max": 8}}, True)],
+)  # fmt: skip
+def test_rhyme_says_when_all_rollouts_are_one_group(rollout: dict[str, Any], is_one_group: bool) -> None:
+    workers = [WorkerSpec(f"w{number}", SpeedCurve(((1, 1.0),)), 8) for number in range(rollout["workers"])]
+    lengths = {str(number): float(number + 1) for number in range(16)}
+    shares = [set(uids) for uids in two_tiers(lengths, workers).values()]
+    apart = max(map(float, shares[0])) < min(map(float, shares[-1]))
+    assert apart == (rollout["workers"] >= 4), "the sentence says what the plan does"
+    said = build_config(tree(mode="rhyme", rollout=rollout)).arithmetic().get("groups by length", "")
+    assert ("one with 2 or 3 rollout workers" in said) == is_one_group
+    assert "groups by length" not in build_config(tree(mode="async", rollout={"workers": 2})).arithmetic()
 
 
 def test_dynamic_sampling_makes_the_numbers_bounds() -> None:

@@ -72,7 +72,7 @@ def test_a_printed_recipe_is_a_copy_that_trains_alike(tmp_path: Path, capsys: py
     (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
     assert load_config(tmp_path / "mine.yaml") == load_config("smollm2-reasoner")
     assert call("recipes", "quickstar") == 2
-    assert "those that do: quickstart, " in capsys.readouterr().err
+    assert "those that do: dapo, quickstart, " in capsys.readouterr().err
 
 
 def test_eval_takes_a_shipped_recipe_by_name(

@@ -146,6 +146,17 @@ def test_a_step_on_the_smallest_fleet_may_cost_more(capsys: pytest.CaptureFixtur
     assert caught.value.code == 2 and "--cheapest month: write one of step, hour" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command", ["plan --gpus h100:4 --prompts 8 --samples 2", "simulate --prompts 8 --gpus 4 --systems colocated"]
+)
+def test_what_only_the_simulator_has_is_called_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for training in ("grpo", "ppo"):
+        with pytest.raises(SystemExit, match="0"):
+            main([*command.split(), "--training", training])
+        printed = " ".join(capsys.readouterr().out.split())
+        assert ("PPO is simulated only: slipstream train has no critic." in printed) == (training == "ppo")
+
+
 @pytest.mark.parametrize("target", [23.956, 5.0])
 def test_a_target_that_all_gpus_reach_is_reached(target: float) -> None:
     """The search must judge by what the plan is judged by."""

@@ -8,6 +8,7 @@ import pytest
 from simulated_runs import write_run
 
 from slipstream.cli import main
+from slipstream.config import dump_config, load_config
 from slipstream.simulate.against import read_recorded
 from slipstream.simulate.what_if import what_if
 
@@ -43,6 +44,15 @@ def test_too_few_steps_say_nothing(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 5)
     with pytest.raises(ValueError, match="6 are needed"):
         what_if(tmp_path / "run")
+
+
+def test_the_report_of_another_mode_says_for_which_it_is(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 20)
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(dump_config(load_config(config, ["mode=sync"])))
+    with pytest.raises(SystemExit, match="0"):
+        main(["report", str(tmp_path / "run")])
+    assert "for runs with mode=colocated only" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_the_report_shows_it_or_says_why_not(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slipstream.config import Algorithm, Training
+from slipstream.config import Algorithm, Training, load_config
 from slipstream.models.attention import ATTENTION_NAME
 from slipstream.models.precision import WIDE, precision_of, resolve_precision
 from slipstream.train.policy import NonFiniteLoss
@@ -161,6 +161,20 @@ def test_second_update_sees_old_logprobs_of_before_the_step() -> None:
     two = make_trainer(tiny_llama(), algorithm, updates_per_step=2).step(samples)
     assert two["actor/clipfrac"] == pytest.approx(0.5), "all of the second update is beyond the clip"
     assert two["actor/pg_loss"] == pytest.approx(-(1.0 + 1.001) / 2, rel=1e-4)
+
+
+def test_clip_higher_acts_from_the_second_update_on() -> None:
+    """What the refusal of a clip with one update says, and the recipe `dapo` does."""
+    after = {}
+    for num_updates in (1, load_config("dapo").train.updates_per_step):
+        for clip_high in (0.2, 0.28):
+            model = tiny_llama()
+            told = make_trainer(model, Algorithm(clip_high=clip_high), updates_per_step=num_updates, lr=3e-2).step(
+                make_samples(0)
+            )
+            after[num_updates, clip_high] = weights(model), told["actor/clipfrac"]
+    assert torch.equal(after[1, 0.2][0], after[1, 0.28][0]) and after[1, 0.28][1] == 0
+    assert not torch.equal(after[4, 0.2][0], after[4, 0.28][0]) and after[4, 0.28][1] > 0
 
 
 def test_non_finite_never_reaches_the_weights() -> None:

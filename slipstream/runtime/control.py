@@ -20,7 +20,7 @@ def ask_for_workers(run_dir: Path, num_workers: int) -> None:
     if config.mode == "colocated":
         raise ValueError(f"{run_dir} samples in the process that trains (mode=colocated): there are no workers to add")
     if config.mode == "rhyme" and num_workers < 2:
-        raise ValueError("mode=rhyme shares rollouts out among workers by length: it needs 2 or more")
+        raise ValueError("mode=rhyme shares rollouts out among workers by length: it needs 2 or more (4: two groups)")
     if not _is_running(run_dir):
         raise ValueError(f"no run is going on in {run_dir}; start it with rollout.workers={num_workers}")
     with replacing(run_dir / CONTROL_FILE) as partial:

@@ -24,7 +24,8 @@ from slipstream.train.checkpoint import find_damage, latest_checkpoint, step_of
 def evaluate_target(target: Path, overrides: Sequence[str], *, quiet: bool = False) -> dict[str, float]:
     """Metrics of all evaluation sets for a run's latest checkpoint, a given checkpoint, or a recipe's own model.
 
-    With the settings of the run they are those that it wrote down at that step."""
+    With the settings of the run they are those that it wrote down at that step. With `model` among the overrides: that
+    model's, on the sets of the run."""
     config, model_name, step = _resolve(target, overrides)
     if not config.tasks.eval:
         raise ValueError(
@@ -61,7 +62,11 @@ def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Config, str, int]:
             raise ValueError(f"no run, checkpoint or recipe at {target}")
         config = load_config(target, overrides)
         return config, config.model, 0
+    names_model = any(override.partition("=")[0] == "model" for override in overrides)
     if (target / "config.yaml").is_file():
+        if names_model:
+            config = load_config(target / "config.yaml", overrides)
+            return config, config.model, 0
         checkpoint = latest_checkpoint(target)
         if checkpoint is None:
             raise ValueError(f"{target} has no checkpoint yet")
@@ -73,6 +78,8 @@ def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Config, str, int]:
                 f"{target} is neither a run folder (with config.yaml) nor a checkpoint of one; to evaluate a model "
                 f"folder give a recipe: slipstream eval quickstart model={target}"
             )
+        if names_model:
+            raise ValueError(f"{target} and model=... are two models: leave one out (its run: {run_dir})")
     damage = find_damage(checkpoint)
     if damage is not None:
         raise ValueError(f"checkpoint {checkpoint} cannot be used: {damage}")

@@ -144,7 +144,9 @@ def foretell(run: Path) -> tuple[list[Phase], int]:
     recorded = one_after_the_other(run)
     metrics, steps, rest = recorded.metrics, recorded.steps, recorded.rest
     if any(metrics.get(DRAFTED, {}).values()):
-        raise ValueError(f"{run} sampled with drafts, whose tokens a step are not foretold: give one without")
+        raise ValueError(
+            f"{run} sampled with drafts, whose tokens a step are not foretold: give a run with draft.source=off"
+        )
     known, told = steps[: len(steps) // 2], steps[len(steps) // 2 :]
     decoding, training = recorded.decoding(known), recorded.training(known)
     usual_s = statistics.fmean(rest[step] for step in known)

@@ -32,6 +32,7 @@ from slipstream.simulate.workloads import PRESETS, SimulatedStep, recorded_steps
 BASELINE = "colocated"
 POINTS = 300
 """Of a timeline."""
+PPO_IS_SIMULATED = "PPO is simulated only: slipstream train has no critic."
 
 
 def read_curve(file: Path, shape: str | None) -> SpeedCurve:
@@ -144,9 +145,10 @@ def show_comparison(
     title = f"{billions:g}B on {num_gpus} {gpu.upper()}, {num_rollouts} rollouts a step, lengths {lengths}"
     first = next((result for result in results if result.name == BASELINE), results[0])
     baseline = first.step_s
+    assumptions = _assumptions(costs, curve_file, training)
     console.print(_table(title, results, baseline, costs.gpus_a_worker))
     console.print(f"speed-up over {first.name}; GPU-s: GPU-seconds of a step.")
-    console.print(_assumptions(costs, curve_file))
+    console.print(assumptions)
     record = {
         "what": "slipstream simulate",
         "billions": billions,
@@ -170,7 +172,7 @@ def show_comparison(
         json_file.write_text(json.dumps(record, indent=1) + "\n")
         console.print(f"written to {json_file}")
     if html_file is not None:
-        html_file.write_text(_page(title, results, first, by_size, num_rollouts, _assumptions(costs, curve_file)))
+        html_file.write_text(_page(title, results, first, by_size, num_rollouts, assumptions))
         console.print(f"look at {html_file}")
     return record
 
@@ -198,6 +200,8 @@ def _streamed(run: Path) -> tuple[list[Phase], int]:
 def what_if_rows(run: Path) -> list[tuple[str, ...]] | str:
     """For the report: (setting, seconds of a step, times as fast, share idle); or why there is nothing to say."""
     try:
+        if (mode := read_config(run).mode) != "colocated":
+            return f"Simulated for runs with mode=colocated only, whose phases follow each other; this one has {mode}."
         settings = what_if(run)
     except (ValueError, RunStoreError) as error:
         return f"Not simulated: {error}."
@@ -228,7 +232,7 @@ def show_plan(*, offers: str, need: Need, as_json: bool = False) -> list[Plan]:
         console.print(_plan_table(plans, need))
         console.print(
             "Simulated with drafts from history and one step of staleness; +-: half the range over three workloads "
-            "drawn. Decoding is reckoned from data sheets."
+            "drawn. Decoding is reckoned from data sheets." + (f" {PPO_IS_SIMULATED}" if need.training == "ppo" else "")
         )
         if need.target is not None and reaches:
             other, found = ("rent an hour", "hour") if need.cheapest == "step" else ("cost a step", "step")
@@ -295,13 +299,14 @@ def _table(title: str, results: Sequence[Result], baseline: float, gpus_a_worker
     return shown
 
 
-def _assumptions(costs: Costs, curve_file: Path | None) -> str:
+def _assumptions(costs: Costs, curve_file: Path | None, training: str) -> str:
     source = f"decoding as in {curve_file.name}" if curve_file is not None else "decoding reckoned from data sheets"
     alone, full = costs.curve.token_s(1), costs.curve.token_s(costs.slots)
     return (
         f"{source}: {alone * 1e3:.1f} ms a token alone, {full * 1e3:.1f} ms beside {costs.slots - 1} others; "
         f"workers of {costs.gpus_a_worker} GPU(s); training {costs.train_gpu_s * 1e6:.0f} us a token and GPU; weights "
         f"on their way for {costs.weights_s:.1f} s. idle: GPU-time in which nothing is decoded or trained."
+        + (f" {PPO_IS_SIMULATED}" if training == "ppo" else "")
     )
 
 

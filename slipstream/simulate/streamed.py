@@ -43,7 +43,10 @@ def foretell_streamed(run: Path) -> Foretold:
     if recorded.mode not in MODES:
         raise ValueError(f"{run} sampled and trained in turns (mode={recorded.mode})")
     if any(recorded.metrics.get(DRAFTED, {}).values()) or any(recorded.metrics.get(EVALUATION, {}).values()):
-        raise ValueError(f"{run} has drafts or evaluations, which are not foretold here: give one without")
+        raise ValueError(
+            f"{run} has drafts or evaluations, which are not foretold here: give a run with draft.source=off and "
+            "eval.every=0, without tasks.eval"
+        )
     with RunStore(run, read_only=True) as store:
         trained_s = {int(event.payload["step"]): event.at_s for event in store.events("StepTrained")}
         num_changes = len(store.events("WorkerLeft")) + len(store.events("WorkersWanted"))

@@ -38,7 +38,8 @@ class TaskSet(Section):
     size: int | None = Field(None, ge=1)
     """Problems to generate, or to keep of a file; None keeps all (generated sets need a size)."""
     seed: int = 0
-    """Seed of generated problems. Training and evaluation sets of one task want different seeds."""
+    """Seed of generated problems. Training and evaluation sets of one task want different seeds; reasoning_gym draws
+    problem i with seed + i, so its seeds must be further apart than the sets are long."""
     params: dict[str, Any] = {}
     """Parameters of the task or dataset, e.g. {min_terms: 2, max_terms: 3}."""
     split: str = "train"

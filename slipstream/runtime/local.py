@@ -126,7 +126,7 @@ def _train_once(
         problems, eval_problems = load_training_problems(config), load_eval_problems(config)
         longest = config.engine.max_prompt_tokens
         eval_sets = {name: render_prompts(tokenizer, items, longest) for name, items in eval_problems.items()}
-        prompts = hold_out(render_prompts(tokenizer, problems, longest), eval_sets, console)
+        prompts = hold_out(config, render_prompts(tokenizer, problems, longest), eval_sets, console)
         limit = config.sampling.max_new_tokens
         pairs = [render_solution(tokenizer, prompt, limit) for prompt in prompts] if config.warmup else []
         every_problem = [*problems, *(problem for items in eval_problems.values() for problem in items)]

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from slipstream.config import Config
 from slipstream.observe.console import Console
+from slipstream.runtime.overlap import describe_left_out
 from slipstream.tasks.sources import load_problems
 from slipstream.types import Problem, Prompt
 
@@ -33,14 +34,13 @@ def check_length(config: Config, model: PreTrainedModel) -> None:
         )
 
 
-def hold_out(prompts: Sequence[Prompt], eval_sets: Mapping[str, Sequence[Prompt]], console: Console) -> list[Prompt]:
+def hold_out(
+    config: Config, prompts: Sequence[Prompt], eval_sets: Mapping[str, Sequence[Prompt]], console: Console
+) -> list[Prompt]:
     """Training prompts that no evaluation set has, so that evaluation measures what was learned, not remembered."""
     held_out = {prompt.key for evaluated in eval_sets.values() for prompt in evaluated}
     kept = [prompt for prompt in prompts if prompt.key not in held_out]
-    if not kept:
-        raise ValueError(
-            "every training prompt is also in an evaluation set: make the training set larger or more varied"
-        )
-    if len(kept) < len(prompts):
-        console.note(f"{len(prompts) - len(kept)} of {len(prompts)} training prompts are in evaluation sets: left out")
+    left_out = describe_left_out(config, len(kept), len(prompts))
+    if left_out is not None:
+        console.note(left_out)
     return kept

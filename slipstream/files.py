@@ -1,12 +1,33 @@
-"""Files that are there whole or not at all, whatever happens to the process or to the power."""
+"""Files: writes that happen whole or not at all, and the one reader of text, JSON and YAML that users give.
+
+Contract of the readers: what the user can fix is a ValueError of one sentence, with the file, the place in it, and
+`instead`, what to give. What they return holds no lone surrogates, which no UTF-8 text can hold, and is at most
+MAX_DEPTH levels deep, so that whoever walks it, copies it or sends it to another process needs no guard of its own.
+"""
 
 from __future__ import annotations
 
+import codecs
+import gzip
+import json
 import os
+import re
+import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
+import yaml
+
+MAX_DEPTH = 100
+"""Levels of nesting in a JSON or YAML file; Python's stack holds about 1,000 calls."""
+MAX_VALUES = 1_000_000
+"""Values in a YAML file, each alias (*name) counted with all that it stands for."""
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 TEMPORARY = ".tmp-"
 """How the names of what is being written begin, and of what may be removed."""
 _UMASK = os.umask(0o022)
@@ -45,3 +66,114 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def read_text(path: Path, instead: str, *, max_bytes: int | None = None) -> str:
+    """A UTF-8 file's text, without a byte order mark."""
+    with _reading(path, instead) as file:
+        if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
+            size = os.fstat(file.fileno()).st_size
+            raise ValueError(f"{path} has {size:,} bytes, and at most {max_bytes:,} are read here: {instead}")
+        content = file.read()
+    return _decoded(content.removeprefix(codecs.BOM_UTF8), path, 1, instead)
+
+
+def read_lines(path: Path, instead: str) -> Iterator[tuple[int, str]]:
+    """The numbers, from 1 on, and texts of a UTF-8 file's lines; unpacked if the name ends in .gz.
+
+    Lines end at \\n alone: JSON strings may hold U+2028 and its kin unescaped."""
+    with _reading(path, instead) as raw:
+        file = cast("BinaryIO", gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
+        try:
+            for number, line in enumerate(file, 1):
+                content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                yield number, _decoded(content, path, number, instead)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} cannot be unpacked ({error}): {instead}") from None
+
+
+def read_json(path: Path, instead: str) -> Any:
+    """The value in a JSON file."""
+    try:
+        return parse_json(read_text(path, instead), str(path))
+    except ValueError as error:
+        raise error if instead in str(error) else ValueError(f"{error}: {instead}") from None
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value of a JSON text; ValueError begins with `where`."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where}: nested more than {MAX_DEPTH} levels deep") from None
+    except ValueError as error:  # also a number of more digits than Python reads
+        raise ValueError(f"{where}: not valid JSON: {error}") from None
+    # Only escapes can hold a surrogate, and only brackets nest: a glance at the text spares most rows the walk.
+    if _SURROGATE_ESCAPE.search(text) or text.count("[") + text.count("{") > MAX_DEPTH:
+        check_tree(value, where)
+    return value
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text; ValueError begins with `where`."""
+    try:
+        value = yaml.safe_load(text)
+    except RecursionError:
+        raise ValueError(f"{where}: nested more than {MAX_DEPTH} levels deep") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
+        raise ValueError(f"{where}: not valid YAML: {error.problem or error.context}{place}") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # ValueError: a date or a number that cannot be
+        raise ValueError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+    check_tree(value, where)
+    return value
+
+
+def check_tree(value: Any, where: str) -> None:
+    """ValueError for lone surrogates and for what is nested too deep, refers to itself, or grows with its aliases."""
+    waiting, num_values = [(value, 1)], 0
+    while waiting:
+        node, depth = waiting.pop()
+        num_values += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{where}: nested more than {MAX_DEPTH} levels deep")
+        if num_values > MAX_VALUES:
+            raise ValueError(f"{where}: more than {MAX_VALUES:,} values")
+        if isinstance(node, str):
+            if LONE_SURROGATE.search(node):
+                raise ValueError(
+                    f"{where}: {node!a:.80} holds half of a surrogate pair (\\ud800 to \\udfff), which is no "
+                    "character: write the whole pair, or the character itself"
+                )
+        elif isinstance(node, dict):
+            waiting += [(item, depth + 1) for pair in node.items() for item in pair]
+        elif isinstance(node, list | tuple | set):
+            waiting += [(item, depth + 1) for item in node]
+
+
+@contextmanager
+def _reading(path: Path, instead: str) -> Iterator[BinaryIO]:
+    """Opens a regular file. A pipe is refused before it is opened, which would wait for a writer for ever."""
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = _KINDS.get(stat.S_IFMT(mode), "a device")
+            raise ValueError(f"{path} is {kind}, not a file: {instead}")
+        file = path.open("rb")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is not there: {instead}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): {instead}") from None
+    with file:
+        yield file
+
+
+def _decoded(content: bytes, path: Path, line: int, instead: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at, byte = line + content.count(b"\n", 0, error.start), content[error.start]
+        raise ValueError(
+            f"{path}, line {at}: byte 0x{byte:02x} is not UTF-8: save the file as UTF-8 text, or {instead}"
+        ) from None

@@ -11,7 +11,13 @@ from typing import Any
 
 import yaml
 
+from slipstream.files import MAX_DEPTH, parse_yaml, read_text
+
 SHIPPED = Path(__file__).parent / "recipes"
+MAX_BYTES = 1_000_000
+"""Of a recipe; a data set given by mistake would take minutes to parse as YAML."""
+MAX_PARENTS = 30
+"""Recipes above one another."""
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -35,26 +41,33 @@ def find_recipe(name: Path | str, folder: Path = Path()) -> Path:
 
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    if path.resolve() in seen:
-        raise ValueError(f"{path}: `defaults:` goes in a circle")
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
+    if not path.exists():
         names = ", ".join(shipped_recipes())
-        raise ValueError(f"no recipe at {path}; those that come with Slipstream are taken by name: {names}") from None
-    except IsADirectoryError:
-        raise ValueError(f"{path} is a folder; give the .yaml file of a recipe") from None
-    try:
-        tree = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not valid YAML: {error}") from None
+        raise ValueError(f"no recipe at {path}; those that come with Slipstream are taken by name: {names}")
+    here = path.resolve()
+    if here in seen:
+        raise ValueError(f"{path}: `defaults:` goes in a circle")
+    if len(seen) > MAX_PARENTS:
+        raise ValueError(f"{path}: more than {MAX_PARENTS} recipes above one another by `defaults:`")
+    tree = parse_yaml(read_text(path, "give the .yaml file of a recipe", max_bytes=MAX_BYTES), str(path))
+    if tree is None:
+        tree = {}
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: a recipe is a mapping of keys to values")
-    parents = tree.pop("defaults", [])
     merged: dict[str, Any] = {}
-    for parent in [parents] if isinstance(parents, str) else parents:
-        merged = _merge(merged, read_recipe(find_recipe(parent, path.parent), (*seen, path.resolve())))
+    for parent in _parents(tree.pop("defaults", []), path):
+        merged = _merge(merged, read_recipe(find_recipe(parent, path.parent), (*seen, here)))
     return _merge(merged, tree)
+
+
+def _parents(value: Any, path: Path) -> list[str]:
+    parents = value if isinstance(value, list) else [value]
+    if not all(isinstance(parent, str) and parent for parent in parents):
+        raise ValueError(
+            f"{path}: `defaults:` is {value!r:.60}; write the file of the recipe that this one changes, e.g. "
+            "`defaults: base.yaml`, or a list of such files"
+        )
+    return parents
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
@@ -85,17 +98,28 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     for override in overrides:
         dotted, separator, text = override.partition("=")
         if not separator or not dotted:
-            raise ValueError(f"cannot read override {override!r}: write key=value, e.g. train.steps=20")
+            raise ValueError(f"cannot read override {override!r:.200}: write key=value, e.g. train.steps=20")
+        if dotted.count(".") > MAX_DEPTH:
+            raise ValueError(f"override {override!r:.80}: no setting has a name of more than {MAX_DEPTH} parts")
         try:
-            value = yaml.safe_load(text) if text else None
-        except yaml.YAMLError as error:
-            reason = getattr(error, "problem", None) or "it cannot be parsed"
-            raise ValueError(f"override {override!r}: the value is not valid YAML: {reason}") from None
-        try:
-            tree = _with_value(tree, dotted.split("."), value)
+            tree = _with_value(tree, dotted.split("."), _value_of(text))
         except ValueError as error:
             raise ValueError(f"override {override!r}: {error}") from None
     return tree
+
+
+def _value_of(text: str) -> Any:
+    """The value that an override gives. YAML's comments are for files: here a # is text like any other."""
+    value = parse_yaml(text, "the value")
+    if "#" not in text:
+        return value
+    tokens = [token for token in yaml.scan(text) if token.start_mark.index < token.end_mark.index]
+    rest = text[tokens[-1].end_mark.index :] if tokens else text
+    if not rest.strip():
+        return value
+    if any(not isinstance(token, yaml.ScalarToken) or not token.plain for token in tokens):
+        raise ValueError(f"{rest.strip()[:20]!r} would be a comment of YAML: leave it out, or write the text in quotes")
+    return text
 
 
 def _with_value(node: Any, keys: Sequence[str], value: Any, path: str = "") -> Any:

@@ -17,14 +17,14 @@ TOP = "__init__"
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "rng": {"types"},
-    "recipe": set(),
     "files": set(),
-    "config": {"types", "recipe"},
-    "tasks": {"types", "config", "rng"},
+    "recipe": {"files"},
+    "config": {"types", "files", "recipe"},
+    "tasks": {"types", "config", "rng", "files"},
     "models": {"types", "config", "rng"},
     "observe": {"types", "config", "rng", "files"},
     "schedule": {"types", "config", "rng"},
-    "simulate": {"types", "config", "rng", "schedule", "observe"},
+    "simulate": {"types", "config", "rng", "files", "schedule", "observe"},
     "history": {"types"},
     "stream": {"types", "models", "files"},
     "engine": {"types", "config", "rng", "models"},
@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli": {
         *("types", "recipe", "config", "rng", "tasks", "models", "observe", "schedule", "simulate", "engine", "train"),
-        *("runtime", TOP),
+        *("runtime", "files", TOP),
     },
     TOP: {"types", "config", "runtime"},
 }

@@ -19,7 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from slipstream.files import replacing
+from slipstream.files import parse_json, replacing
+
+LINE_START = b'{"step": '
 
 
 class Logger(Protocol):
@@ -79,8 +81,12 @@ class JsonLines:
 
     def _cut_half_line(self) -> None:
         content = self.path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            self._file.truncate(content.rfind(b"\n") + 1)
+        half = content[content.rfind(b"\n") + 1 :]
+        # A killed writer leaves the beginning of a line, a power cut perhaps zeros: anything else is not ours to cut.
+        if half and not half.startswith(LINE_START[: len(half)]) and half.strip(b"\0"):
+            raise _not_metrics(self.path, half)
+        if half:
+            self._file.truncate(len(content) - len(half))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -96,7 +102,7 @@ class JsonLines:
             raise OSError(error.errno, f"cannot write {self.path}: {error}; is the disk full?") from error
 
     def resume_after(self, step: int) -> None:
-        kept = [line for line in self._lines() if self._step_of(line) <= step]
+        kept = [line for line in self._lines() if step_of_line(self.path, line) <= step]
         self._file.close()
         with replacing(self.path) as partial:
             partial.write_bytes(b"".join(kept))
@@ -105,14 +111,23 @@ class JsonLines:
     def _lines(self) -> list[bytes]:
         return self.path.read_bytes().splitlines(keepends=True)
 
-    def _step_of(self, line: bytes) -> int:
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{self.path}: not a metrics line: {line[:80]!r}; remove it and resume again") from None
-
     def close(self) -> None:
         self._file.close()
+
+
+def step_of_line(path: Path, line: bytes) -> int:
+    """The step of a line of metrics.jsonl; ValueError names the file."""
+    try:
+        step = parse_json(line.decode(), str(path))["step"]
+        if isinstance(step, int):
+            return step
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise _not_metrics(path, line)
+
+
+def _not_metrics(path: Path, line: bytes) -> ValueError:
+    return ValueError(f"{path}: not a metrics line: {line[:80]!r}; move it elsewhere and resume again")
 
 
 class TensorBoard:

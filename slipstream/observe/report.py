@@ -13,10 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from slipstream.config import Config, build_config
-from slipstream.files import replacing
+from slipstream.files import parse_yaml, replacing
 from slipstream.observe import figures, page
 from slipstream.observe.console import format_duration
 from slipstream.observe.figures import Metrics, Series
@@ -45,7 +43,7 @@ def write_report(run_dir: Path, what_if: Sequence[Sequence[str]] | str = ()) -> 
             "run.dir: config.yaml, run.db, metrics.jsonl, checkpoints/"
         )
     config_file = run_dir / "config.yaml"
-    config_text = config_file.read_text() if config_file.is_file() else ""
+    config_text = config_file.read_text("utf-8", "replace") if config_file.is_file() else ""
     config = _read_config(config_text)
     with RunStore(run_dir, read_only=True) as store:
         metrics = store.metrics_by_name()
@@ -95,8 +93,8 @@ def pick_samples(rollouts: list[StoredRollout]) -> list[tuple[str, StoredRollout
 
 def _read_config(text: str) -> Config | None:
     try:
-        return build_config(yaml.safe_load(text)) if text else None
-    except (ValueError, yaml.YAMLError):
+        return build_config(parse_yaml(text, "config.yaml")) if text else None
+    except ValueError:
         return None  # of another version, or edited: the text is shown as it is, only the arithmetic is missing
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from slipstream.config import load_config
-from slipstream.files import replacing
+from slipstream.files import read_json, replacing
 
 CONTROL_FILE = "control.json"
 
@@ -29,10 +29,14 @@ def ask_for_workers(run_dir: Path, num_workers: int) -> None:
 
 def workers_asked_for(run_dir: Path) -> int | None:
     """None if nobody has asked."""
-    try:
-        return int(json.loads((run_dir / CONTROL_FILE).read_text())["rollout_workers"])
-    except FileNotFoundError:
+    if not (run_dir / CONTROL_FILE).exists():
         return None
+    instead = "remove it, and ask again with `slipstream scale`"
+    wish = read_json(run_dir / CONTROL_FILE, instead)
+    wanted = wish.get("rollout_workers") if isinstance(wish, dict) else None
+    if not isinstance(wanted, int) or wanted < 1:
+        raise ValueError(f"{run_dir / CONTROL_FILE} has no rollout_workers of 1 or more: {instead}")
+    return wanted
 
 
 def _is_running(run_dir: Path) -> bool:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from slipstream.draft.eagle import build_draft, kind_of
 from slipstream.draft.export import FORMATS, export_drafter, refuse_filled, works_in_sglang
 from slipstream.draft.saved import DRAFTER_FILE, DrafterState, load_drafter_state, save_drafter_state
-from slipstream.files import replacing
+from slipstream.files import read_json, replacing
 from slipstream.models.loading import load_model
 from slipstream.models.weights import fingerprint
 from slipstream.train.checkpoint import find_damage, latest_checkpoint
@@ -45,8 +45,10 @@ def find_drafter(source: Path) -> SavedDrafter:
     """Of a run's latest checkpoint, of a checkpoint, or of a folder of `train-drafter`."""
     if (source / ABOUT).is_file():
         try:
-            about = json.loads((source / ABOUT).read_text())
+            about = read_json(source / ABOUT, "give another folder of train-drafter")
             target, before = Path(about["target"]), about.get("tokens_a_step_before")
+            if before is not None and not isinstance(before, int | float):
+                raise TypeError(f"tokens_a_step_before is {before!r:.40}")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{source / ABOUT} is damaged ({error!r}): train it again with --out {source}") from error
         return SavedDrafter(load_drafter_state(source), target, before)

@@ -6,13 +6,12 @@ A line is a rollout: `{"p": prompt, "ep": epoch, "t": [token ids]}`. Token ids o
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from slipstream.draft.workloads import Recorded
+from slipstream.files import parse_json, read_lines
 from slipstream.observe.store import RunStore, RunStoreError
 
 
@@ -20,8 +19,6 @@ def read_trace(path: Path) -> list[Recorded]:
     """ValueError if nothing can be read there, with what to write instead."""
     if path.is_dir():
         return _read_run(path)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such run folder or file of rollouts")
     prompts = path.with_name(path.name.replace("rollouts", "prompts"))
     prompt_ids = {}
     if prompts != path and prompts.is_file():
@@ -52,18 +49,17 @@ def _with_texts(rollouts: list[Recorded], path: Path) -> list[Recorded]:
 def _is_fit(name: str, value: Any) -> bool:
     """Epochs are whole numbers, texts lists of them; a prompt may have any name."""
     if name in ("t", "ids"):
-        return isinstance(value, list) and all(isinstance(token, int) and token >= 0 for token in value)
+        return isinstance(value, list) and all(isinstance(token, int) and 0 <= token < 2**31 for token in value)
     return name != "ep" or isinstance(value, int)
 
 
 def _lines(path: Path, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            try:
-                line = json.loads(text)
-            except ValueError:
-                line = None
-            if not isinstance(line, dict) or not all(name in line and _is_fit(name, line[name]) for name in names):
-                raise ValueError(f"{path}, line {number}: a line of JSON with {', '.join(names)} was expected")
-            yield line
+    expected = f"a line of JSON with {', '.join(names)} was expected"
+    for number, text in read_lines(path, "give the folder of a run, or a file with a line of JSON a rollout"):
+        try:
+            line = parse_json(text, f"{path}, line {number}")
+        except ValueError as error:
+            raise ValueError(f"{error}; {expected}") from None
+        if not isinstance(line, dict) or not all(name in line and _is_fit(name, line[name]) for name in names):
+            raise ValueError(f"{path}, line {number}: {expected}")
+        yield line

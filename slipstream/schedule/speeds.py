@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -77,12 +78,18 @@ def curve_of_paces(paces: Paces) -> SpeedCurve:
     return SpeedCurve(tuple((round(sequences / steps), seconds / steps) for steps, sequences, seconds in merged))
 
 
-def curve_of_bench(record: Mapping[str, object], shape: str) -> SpeedCurve:
+def _is_timed(row: Mapping[str, object]) -> bool:
+    batch, step_ms = row.get("batch"), row.get("step_ms")
+    is_timed = isinstance(batch, int) and batch >= 1 and isinstance(step_ms, int | float) and 0 < step_ms < math.inf
+    return is_timed and isinstance(row.get("shape"), str)
+
+
+def curve_of_bench(record: object, shape: str) -> SpeedCurve:
     """From the record of `slipstream bench engine`; ValueError names what it has instead."""
-    rows = record.get("rows")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "step_ms" in row for row in rows):
+    rows = record.get("rows") if isinstance(record, Mapping) else None
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) and _is_timed(row) for row in rows):
         raise ValueError("this is no record of `slipstream bench engine`: write one with --json FILE")
-    found = sorted((int(row["batch"]), float(row["step_ms"]) / 1e3) for row in rows if row["shape"] == shape)
+    found = sorted((row["batch"], row["step_ms"] / 1e3) for row in rows if row["shape"] == shape)
     if not found:
         shapes = ", ".join(sorted({str(row["shape"]) for row in rows}))
         raise ValueError(f"the record has no shape '{shape}', only {shapes}")

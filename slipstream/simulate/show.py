@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from slipstream.files import read_json
 from slipstream.observe.figures import drawing_script, figure_html, lines, ranking
 from slipstream.observe.page import card, headline, page, sentence, table
 from slipstream.observe.store import RunStore, RunStoreError
@@ -37,17 +38,13 @@ PPO_IS_SIMULATED = "PPO is simulated only: slipstream train has no critic."
 
 def read_curve(file: Path, shape: str | None) -> SpeedCurve:
     """A measured speed curve; ValueError says what to write instead."""
-    try:
-        record = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{file} is not there: write it with `slipstream bench engine --json {file}`") from None
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}): give a file of slipstream bench engine") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is no JSON ({error}): write it with `slipstream bench engine --json FILE`") from None
+    record = read_json(file, f"write one with `slipstream bench engine --json {file}`")
     if shape is None:
         raise ValueError("which of its shapes? Give --shape, e.g. --shape qwen2.5-7b")
-    return curve_of_bench(record, shape)
+    try:
+        return curve_of_bench(record, shape)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def draw(

@@ -8,16 +8,17 @@ reaches the reward functions unchanged; `answer` and `ground_truth` are added wh
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import TaskSet
+from slipstream.files import parse_json, read_lines, read_text
 from slipstream.types import Message, Problem
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+INSTEAD = "give a .jsonl file (a JSON object on each line), a .json file (a list of objects) or a .parquet file"
 GROUND_TRUTH_HOLDERS = ("reward_model", "reward_spec")
 
 
@@ -29,18 +30,16 @@ def read_file(path: Path) -> list[dict[str, Any]]:
 
         try:
             rows = pyarrow.parquet.read_table(path).to_pylist()
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{path}: not a readable parquet file: {error}") from None
+        except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a string that is not UTF-8
+            raise ValueError(f"{path}: not a readable parquet file: {' '.join(str(error).split())}") from None
         return list(rows)
-    text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
-        tree = _parse(text, str(path))
+        tree = parse_json(read_text(path, INSTEAD), str(path))
         if not isinstance(tree, list):
             raise ValueError(f"{path}: a .json file must hold a list of objects; one object per line is .jsonl")
         rows = tree
     else:
-        # Not splitlines(): JSON strings may hold U+2028 and its kin unescaped.
-        rows = [_parse(line, f"{path}:{n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+        rows = [parse_json(line, f"{path}:{n}") for n, line in read_lines(path, INSTEAD) if line.strip()]
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(f"{path}: row {number} is {type(row).__name__}; every row must be an object with columns")
@@ -70,13 +69,6 @@ def render(prompt: Any, task_set: TaskSet, where: str) -> tuple[Message, ...]:
         # Chat templates refuse two system messages; the recipe's own wish wins over the row's.
         messages = [{"role": "system", "content": task_set.system}, *(m for m in messages if m["role"] != "system")]
     return tuple(messages)
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON: {error}") from None
 
 
 def _problem(row: Mapping[str, Any], index: int, task_set: TaskSet, name: str, where: str) -> Problem:

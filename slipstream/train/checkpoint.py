@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from slipstream.files import TEMPORARY, flush, open_to_readers, replacing
+from slipstream.files import TEMPORARY, flush, open_to_readers, read_json, read_text, replacing
 
 MANIFEST, RUN_STATE, TRAINER_STATE, LATEST = "manifest.json", "run_state.json", "trainer.pt", "latest"
 REPLACED = ".replaced"
@@ -94,19 +94,33 @@ def save_checkpoint(
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """The one that `latest` names; if that is gone, the one with the highest step; None if there is none."""
-    try:
-        named = run_dir / (run_dir / LATEST).read_text().strip()
-    except FileNotFoundError:
-        named = None
-    if named is not None and (named / MANIFEST).is_file():
-        return named
+    pointer = run_dir / LATEST
+    if pointer.exists():
+        instead = "write a checkpoint's folder into it, e.g. checkpoints/step_20, or remove it: the newest is taken"
+        name = read_text(pointer, instead).strip()
+        if "\0" in name or "\n" in name or len(name) > 1000:
+            raise ValueError(f"{pointer} does not name a checkpoint: {instead}")
+        if (run_dir / name / MANIFEST).is_file():
+            return run_dir / name
     return next((path for _, path in _step_folders(run_dir / "checkpoints")), None)
 
 
 def step_of(path: Path) -> int:
     """How many steps led to a checkpoint."""
-    step: int = json.loads((path / MANIFEST).read_text())["step"]
-    return step
+    return read_manifest(path)[0]
+
+
+def read_manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The step of a checkpoint, and the size and hash of each of its files; ValueError if it cannot be read."""
+    manifest = read_json(path / MANIFEST, "give the folder of another checkpoint")
+    try:
+        step, files = manifest["step"], manifest["files"]
+        expected = {name: {"bytes": file["bytes"], "blake2b": file["blake2b"]} for name, file in files.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is damaged ({type(error).__name__}: {error})") from None
+    if not isinstance(step, int) or step < 0 or any("\0" in name for name in expected):
+        raise ValueError(f"{MANIFEST} is damaged (step {step!r:.40})")
+    return step, expected
 
 
 def earlier_checkpoints(path: Path) -> list[Path]:
@@ -133,7 +147,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(
         path=path,
         step=step_of(path),
-        run_state=json.loads((path / RUN_STATE).read_text()),
+        run_state=read_json(path / RUN_STATE, "resume from another checkpoint"),
     )
 
 
@@ -147,12 +161,12 @@ def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None. Reads all of it."""
     if not path.is_dir():
         return "there is no such folder"
-    try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
-    except FileNotFoundError:
+    if not (path / MANIFEST).exists():
         return f"{MANIFEST} is missing, so it is no checkpoint or an incomplete one"
-    except (ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST} is damaged ({error})"
+    try:
+        _, files = read_manifest(path)
+    except ValueError as error:
+        return str(error)
     for name, expected in files.items():
         file = path / name
         if not file.is_file():

@@ -7,6 +7,7 @@ Nothing heavy is imported before a command needs it, so that `--help` answers at
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,8 @@ app.add_typer(bench, name="bench")
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Of typer itself or of click, which earlier versions of it are built on."""
 
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+"""What a user's text may hold and a terminal should not be sent: control characters, bytes that are not UTF-8."""
 _TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -55,6 +58,9 @@ def train(
 
     config = load_config(recipe, collect_overrides(context.args))
     if dry_run:
+        from slipstream.runtime.capacity import check_start
+
+        check_start(config)
         typer.echo(dump_config(config))
         for name, value in config.arithmetic().items():
             typer.echo(f"# {name}: {value}")
@@ -447,7 +453,7 @@ def _raised_by_us(error: Exception) -> bool:
 
 def _fail(sentence: str, code: int) -> None:
     sys.stdout.flush()
-    print(f"slipstream: {sentence}", file=sys.stderr)
+    print(f"slipstream: {_UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], sentence)}", file=sys.stderr)
     sys.exit(code)
 
 

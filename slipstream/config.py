@@ -1,7 +1,8 @@
 """One frozen, typed tree of settings: YAML with `defaults:` inheritance and dotted overrides.
 
 Owns every default and the arithmetic derived from it. Loads without torch. Unknown keys are errors that name the
-nearest key; a field that nothing reads does not exist (`tests/test_config.py` checks both).
+nearest key; a field that nothing reads does not exist (`tests/test_config.py` checks both). A value that can run on no
+machine is refused here; what depends on the machine is refused in `runtime/capacity.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,37 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from slipstream.files import LONE_SURROGATE
 from slipstream.recipe import apply_overrides, find_recipe, read_recipe
+
+MAX_INT = 2**31 - 1
+"""Largest whole number but for seeds: indices in the engine and its kernels have 32 bits."""
+MAX_SECONDS = 1e6
+"""Longest time-out, about twelve days: the operating system's clocks for waiting end at 24 days."""
+MAX_LR = 1.0
+"""Adam's step is about the learning rate in each weight; weights are far below 1."""
+MAX_GB = 1e6
+"""Largest size of a store, a petabyte: beyond it bytes do not fit into 64 bits of all that counts them."""
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""Torch's and SQLite's seeds have 64 bits with a sign."""
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""Share of a running mean that is kept at each step."""
+ALL_SETTINGS = "all settings are listed by: slipstream train quickstart --dry-run"
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -27,6 +52,13 @@ class Section(BaseModel):
         """YAML reads a bare `off` as false."""
         choices = get_args(cls.model_fields[info.field_name].annotation) if info.field_name else ()
         return "off" if value is False and "off" in choices else value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _has_32_bits(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, int) and value > MAX_INT and info.field_name != "seed":
+            raise ValueError(f"write a number up to {MAX_INT:,}, not {value:,}")
+        return value
 
 
 class TaskSet(Section):
@@ -37,7 +69,7 @@ class TaskSet(Section):
     file, or a hub id for `datasets`."""
     size: int | None = Field(None, ge=1)
     """Problems to generate, or to keep of a file; None keeps all (generated sets need a size)."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of generated problems. Training and evaluation sets of one task want different seeds; reasoning_gym draws
     problem i with seed + i, so its seeds must be further apart than the sets are long."""
     params: dict[str, Any] = {}
@@ -65,7 +97,7 @@ class RewardFunction(Section):
     function: str
     """`task` (the source's own verifier), `math_verify`, a dotted path `package.module.name`, or `file.py:name`.
     Signatures: TRL's f(prompts, completions, completion_ids, **columns) or verl's compute_score(...)."""
-    weight: float = 1.0
+    weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Of this function in the sum. pass@k counts rewards of 1.0 or more, so weights that sum to less than 1 make it
     always 0."""
 
@@ -73,7 +105,7 @@ class RewardFunction(Section):
 class Reward(Section):
     functions: tuple[RewardFunction, ...] = Field((RewardFunction(function="task"),), min_length=1)
     """Their weighted sum is the reward."""
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: float = Field(10.0, gt=0, le=MAX_SECONDS)
     """Wall-clock limit of one call (one group of samples); past it the worker process is killed."""
     workers: int = Field(1, ge=1)
     """Processes that grade."""
@@ -81,9 +113,18 @@ class Reward(Section):
     """Stop the run when more than this share of a step's samples could not be scored."""
 
 
+def _is_greedy_or_warm(temperature: float) -> float:
+    if 0 < temperature < 1e-3:
+        raise ValueError("logits divided by less than 0.001 leave the range of float32: write 0 for greedy, or 0.001")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_is_greedy_or_warm)]
+
+
 class Sampling(Section):
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: Temperature = 1.0
+    top_p: float = Field(1.0, ge=1e-6, le=1)
     top_k: int = Field(0, ge=0)
     """Keep the k most likely tokens; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, le=1)
@@ -131,7 +172,7 @@ class RolloutSettings(Section):
     say."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of each; None: the cores of this machine, shared out."""
-    silence_s: float = Field(60.0, gt=0)
+    silence_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """A process that says nothing for so long hangs: it is killed, and others go on with what it was sampling."""
 
 
@@ -172,11 +213,11 @@ class Drafter(Section):
     was time for none, all make up for it when they get new weights."""
     least_idle: int = Field(1, ge=1)
     """With mode=sync, async or rhyme: so many workers must have nothing to sample before they begin to train it."""
-    lr: float = Field(3e-4, gt=0)
-    memory_gb: float = Field(2.0, gt=0)
+    lr: float = Field(3e-4, gt=0, le=MAX_LR)
+    memory_gb: float = Field(2.0, gt=0, le=MAX_GB)
     """On the policy's device, for hidden states to learn from, in each process that has a drafter; what does not fit
     goes to the disk."""
-    disk_gb: float = Field(8.0, ge=0)
+    disk_gb: float = Field(8.0, ge=0, le=MAX_GB)
     """In the run folder, for those of each; what does not fit there either is left out."""
 
 
@@ -185,7 +226,7 @@ class History(Section):
 
     keep_per_prompt: int = Field(16, ge=1)
     """Rollouts of a prompt that are kept, the newest."""
-    disk_gb: float = Field(8.0, gt=0)
+    disk_gb: float = Field(8.0, gt=0, le=MAX_GB)
     """Beyond this, prompts that were not drawn for long are forgotten."""
     warm_from: Path | None = None
     """Another run's folder, whose rollouts are there from the first step on."""
@@ -193,11 +234,11 @@ class History(Section):
 
 class Algorithm(Section):
     name: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "gspo", "cispo"] = "grpo"
-    clip_low: float | None = Field(None, ge=0)
+    clip_low: float | None = Field(None, ge=0, le=1)
     """Lower clip of the probability ratio is 1 - clip_low; None is the algorithm's own (ALGORITHMS in
     train/algorithms.py). It acts from a step's second update on: in the first the ratio is exactly 1, so setting it
     needs train.updates_per_step > 1."""
-    clip_high: float | None = Field(None, ge=0)
+    clip_high: float | None = Field(None, ge=0, le=1e6)
     """Upper clip is 1 + clip_high; DAPO's clip-higher is 0.28, with 16 updates a step. None, and when it acts, as in
     clip_low."""
     aggregation: Literal["auto", "token_mean", "sequence_mean", "constant"] = "auto"
@@ -206,9 +247,9 @@ class Algorithm(Section):
     """Replace groups whose rewards are all equal by further prompts (DAPO)."""
     max_sampling_rounds: int = Field(4, ge=1)
     """With dynamic sampling: at most this many rounds of prompts in one step; then train on what there is."""
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: float = Field(0.0, ge=0, le=1e3)
     """Weight of the KL penalty to the model that RL started from; 0 keeps no reference model."""
-    importance_cap: float = Field(2.0, ge=0)
+    importance_cap: float = Field(2.0, ge=0, le=1e6)
     """Truncated importance sampling: cap on pi_trainer / pi_engine per token; 0 turns the correction off."""
 
     @property
@@ -236,7 +277,7 @@ class Training(Section):
     """Of the forward and backward; master weights and optimizer are always float32. auto as engine.dtype."""
     ranks: int = Field(1, ge=1)
     """Processes that train together, each with a part of the model (mode=sync, async, rhyme)."""
-    silence_s: float = Field(600.0, gt=0)
+    silence_s: float = Field(600.0, gt=0, le=MAX_SECONDS)
     """A process that trains and says nothing for so long hangs: it is killed, and the run goes on from its last
     checkpoint (mode=sync, async, rhyme). It speaks after every micro-batch; must be longer than the longest of these
     and than writing a checkpoint takes."""
@@ -247,13 +288,14 @@ class Training(Section):
     deterministic: bool = False
     """The same samples give the same weights, bit for bit. On a GPU by slower kernels; on a CPU they always do. Where
     groups are trained on as they come (mode=sync, async, rhyme): in the order of their prompts."""
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(1e-5, gt=0, le=MAX_LR)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After lr_warmup_steps: stay, or fall to zero at the last step."""
     lr_warmup_steps: int = Field(0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0, le=10)
+    max_grad_norm: float = Field(1.0, gt=0, le=1e9)
+    """A longer gradient is scaled down to this; 1e9 in effect never."""
 
 
 class Warmup(Section):
@@ -262,7 +304,7 @@ class Warmup(Section):
     steps: int = Field(200, ge=1)
     sequences_per_step: int = Field(32, ge=1)
     """Batch size in SEQUENCES."""
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(1e-3, gt=0, le=MAX_LR)
 
 
 class Evaluation(Section):
@@ -271,7 +313,7 @@ class Evaluation(Section):
     before_train: bool = True
     samples_per_prompt: int = Field(1, ge=1)
     """k of avg@k and pass@k."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: Temperature = 1.0
 
 
 class Run(Section):
@@ -286,7 +328,7 @@ class Run(Section):
 
 
 class Config(Section):
-    seed: int = 0
+    seed: Seed = 0
     """Everything random in the run depends on it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     mode: Literal["colocated", "sync", "async", "rhyme"] = "colocated"
@@ -324,6 +366,13 @@ class Config(Section):
             )
         if self.train.updates_per_step > self.train.prompts_per_step:
             raise ValueError("train.updates_per_step cannot exceed train.prompts_per_step")
+        if self.sampling.temperature == 0 and self.train.steps > 0:
+            raise ValueError("greedy rollouts have no probabilities to train on: set sampling.temperature above 0")
+        if self.max_length > MAX_INT:
+            raise ValueError(
+                f"engine.max_prompt_tokens + sampling.max_new_tokens = {self.max_length:,} tokens: write smaller ones, "
+                f"no sequence has more than {MAX_INT:,}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -423,11 +472,30 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
 
 def build_config(tree: dict[str, Any], where: str = "config") -> Config:
+    _refuse_in_any_depth(tree, where)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(problem) for problem in error.errors()]
+        # A list with a wrong item also counts as empty: only what is wrong with the item helps.
+        problems = [one for one in error.errors() if not (one["type"] == "too_short" and one["input"])]
+        lines = [_explain(problem) for problem in problems]
         raise ValueError(f"{where}: " + "; ".join(lines)) from None
+
+
+def _refuse_in_any_depth(tree: Any, where: str) -> None:
+    """Also in mappings whose content is the user's: numbers that are none, and text that no file name can hold."""
+    waiting: list[tuple[str, Any]] = [("", tree)]
+    while waiting:
+        path, node = waiting.pop()
+        if isinstance(node, dict):
+            waiting += [(f"{path}.{key}".lstrip("."), value) for key, value in node.items()]
+            waiting += [(f"the key {key!r} in {path or 'the recipe'}", key) for key in node if isinstance(key, str)]
+        elif isinstance(node, list | tuple):
+            waiting += [(f"{path}.{number}", value) for number, value in enumerate(node)]
+        elif isinstance(node, float) and not math.isfinite(node):
+            raise ValueError(f"{where}: {path!r} is {node}: write a finite number")
+        elif isinstance(node, str) and ("\0" in node or LONE_SURROGATE.search(node)):
+            raise ValueError(f"{where}: {path!r} is {node!a:.80}: leave out the character NUL, and write text as UTF-8")
 
 
 def dump_config(config: Config) -> str:
@@ -456,11 +524,23 @@ def _explain(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         spoken = ".".join(str(part) for part in problem["loc"] if isinstance(part, str))
-        near = difflib.get_close_matches(spoken, field_paths(), n=1, cutoff=0.0)
-        return f"unknown key {where!r}; did you mean {near[0]!r}?"
+        near = nearest_settings(spoken)
+        known = f"did you mean {' or '.join(map(repr, near))}?" if near else ALL_SETTINGS
+        return f"unknown key {where!r:.80}; {known}"
     if problem["type"] == "missing":
         return f"{where!r} is required"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{where + ': ' if where else ''}{message}"
-    return f"{where!r} is {problem['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{where!r} is {problem['input']!r:.80}: {message[0].lower()}{message[1:]}"
+
+
+def nearest_settings(path: str) -> list[str]:
+    """Settings that a misspelt dotted path may have meant, three at most; none where nothing is near."""
+    every = field_paths()
+    same_name = [one for one in every if one.rpartition(".")[2] == path.rpartition(".")[2]]
+    longer = [one for one in every if one.startswith(path)]
+    for found in (same_name, longer):
+        if 1 <= len(found) <= 3:
+            return found
+    return difflib.get_close_matches(path, every, n=1, cutoff=0.75)

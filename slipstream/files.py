@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO, cast
 
 import yaml
@@ -73,7 +74,7 @@ def read_text(path: Path, instead: str, *, max_bytes: int | None = None) -> str:
     with _reading(path, instead) as file:
         if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
             size = os.fstat(file.fileno()).st_size
-            raise ValueError(f"{path} has {size:,} bytes, and at most {max_bytes:,} are read here: {instead}")
+            raise ValueError(f"{shown(path)} has {size:,} bytes, and at most {max_bytes:,} are read here: {instead}")
         content = file.read()
     return _decoded(content.removeprefix(codecs.BOM_UTF8), path, 1, instead)
 
@@ -89,13 +90,13 @@ def read_lines(path: Path, instead: str) -> Iterator[tuple[int, str]]:
                 content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 yield number, _decoded(content, path, number, instead)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{path} cannot be unpacked ({error}): {instead}") from None
+            raise ValueError(f"{shown(path)} cannot be unpacked ({error}): {instead}") from None
 
 
 def read_json(path: Path, instead: str) -> Any:
     """The value in a JSON file."""
     try:
-        return parse_json(read_text(path, instead), str(path))
+        return parse_json(read_text(path, instead), shown(path))
     except ValueError as error:
         raise error if instead in str(error) else ValueError(f"{error}: {instead}") from None
 
@@ -152,6 +153,21 @@ def check_tree(value: Any, where: str) -> None:
             waiting += [(item, depth + 1) for item in node]
 
 
+def exists(path: Path) -> bool:
+    """Whether there is something of that name; not, if no file can have that name."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def shown(path: Path) -> str:
+    """A path as a sentence can hold it: of a long one the ends, and of what cannot be printed its escapes."""
+    text = str(path)
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= 250 else f"{text[:120]}...{text[-120:]}"
+
+
 @contextmanager
 def _reading(path: Path, instead: str) -> Iterator[BinaryIO]:
     """Opens a regular file. A pipe is refused before it is opened, which would wait for a writer for ever."""
@@ -159,12 +175,12 @@ def _reading(path: Path, instead: str) -> Iterator[BinaryIO]:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             kind = _KINDS.get(stat.S_IFMT(mode), "a device")
-            raise ValueError(f"{path} is {kind}, not a file: {instead}")
+            raise ValueError(f"{shown(path)} is {kind}, not a file: {instead}")
         file = path.open("rb")
     except FileNotFoundError:
-        raise ValueError(f"{path} is not there: {instead}") from None
+        raise ValueError(f"{shown(path)} is not there: {instead}") from None
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): {instead}") from None
+        raise ValueError(f"{shown(path)} cannot be read ({error.strerror}): {instead}") from None
     with file:
         yield file
 
@@ -175,5 +191,39 @@ def _decoded(content: bytes, path: Path, line: int, instead: str) -> str:
     except UnicodeDecodeError as error:
         at, byte = line + content.count(b"\n", 0, error.start), content[error.start]
         raise ValueError(
-            f"{path}, line {at}: byte 0x{byte:02x} is not UTF-8: save the file as UTF-8 text, or {instead}"
+            f"{shown(path)}, line {at}: byte 0x{byte:02x} is not UTF-8: save the file as UTF-8 text, or {instead}"
         ) from None
+
+
+def check_output_file(path: Path | None, option: str) -> None:
+    """ValueError if no file can be written there. For before the work; leaves nothing. None: no file is asked for."""
+    if path is None:
+        return
+    name = f"{option} {shown(path)}"
+    try:
+        if path.is_dir():
+            raise ValueError(f"{name} is a folder: write the name of a file in it")
+        if path.exists():
+            path.open("ab").close()
+        elif path.parent.is_dir():
+            path.touch()
+            path.unlink()
+        else:
+            raise ValueError(f"{name}: there is no folder {shown(path.parent)} to write it to: make it first")
+    except OSError as error:
+        raise ValueError(f"{name} cannot be written ({error.strerror}): choose another file") from None
+
+
+def check_output_folder(path: Path, option: str) -> None:
+    """ValueError if that folder cannot be made, or no file be written into it. For before the work; leaves nothing."""
+    name = f"{option} {shown(path)}"
+    try:
+        there = path.absolute()
+        while not there.exists() and not there.is_symlink():
+            there = there.parent
+        if not there.is_dir():
+            raise ValueError(f"{name} cannot be made ({shown(there)} is not a folder): choose another folder")
+        with TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"{name} cannot be written ({error.strerror}): choose another folder") from None

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from slipstream.files import MAX_DEPTH, parse_yaml, read_text
+from slipstream.files import MAX_DEPTH, exists, parse_yaml, read_text, shown
 
 SHIPPED = Path(__file__).parent / "recipes"
 MAX_BYTES = 1_000_000
@@ -37,13 +37,13 @@ def find_recipe(name: Path | str, folder: Path = Path()) -> Path:
     A file of the user's wins over a shipped recipe of the same name. Where neither is found, the path from `folder`.
     """
     path = folder / name
-    return path if path.is_file() else shipped_recipes().get(str(name), path)
+    return path if exists(path) and path.is_file() else shipped_recipes().get(str(name), path)
 
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    if not path.exists():
+    if not exists(path):
         names = ", ".join(shipped_recipes())
-        raise ValueError(f"no recipe at {path}; those that come with Slipstream are taken by name: {names}")
+        raise ValueError(f"no recipe at {shown(path)}; those that come with Slipstream are taken by name: {names}")
     here = path.resolve()
     if here in seen:
         raise ValueError(f"{path}: `defaults:` goes in a circle")

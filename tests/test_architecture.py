@@ -117,7 +117,7 @@ PURE = {
     "driver": [
         f"slipstream.runtime.{name}"
         for name in (
-            *("control", "driver", "drafter_messages", "drafter_session"),
+            *("capacity", "control", "driver", "drafter_messages", "drafter_session"),
             *("crew", "kept", "placement", "pool", "processes", "rollout_messages", "sizing", "stopping"),
             "trainer_messages",
         )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from slipstream.config import Config, Sampling, build_config, dump_config, field_paths, load_config
 from slipstream.recipe import collect_overrides, shipped_recipes
@@ -63,6 +64,26 @@ def write(folder: Path, name: str, content: dict[str, Any]) -> Path:
         ({"mode": "rhyme"}, "write rollout.workers=2 or more"),
         ({"algorithm": {"clip_high": 0.28}}, "algorithm.clip_high=0.28 has no effect with train.updates_per_step=1"),
         ({"algorithm": {"clip_low": 0.1}}, "write train.updates_per_step=4, say (DAPO makes 16), or leave"),
+        ({"train": {"betas": [2, 3]}}, "'train.betas.0' is 2: input should be less than 1"),
+        ({"train": {"lr": 1e300}}, "'train.lr' is 1e+300: input should be less than or equal to 1"),
+        ({"train": {"lr": "nan"}}, "'train.lr' is 'nan': input should be a finite number"),
+        ({"seed": 2**63}, "'seed' is 9223372036854775808: input should be less than"),
+        ({"sampling": {"top_k": 2**31}}, "sampling.top_k: write a number up to 2,147,483,647, not 2,147,483,648"),
+        ({"engine": {"kv_tokens": 10**20}}, "engine.kv_tokens: write a number up to 2,147,483,647"),
+        ({"draft": {"library_tokens": 10**20}}, "draft.library_tokens: write a number up to"),
+        ({"history": {"keep_per_prompt": 10**20}}, "history.keep_per_prompt: write a number up to"),
+        ({"train": {"logprob_chunk_tokens": 10**20}}, "train.logprob_chunk_tokens: write a number up to"),
+        ({"tasks": {"train": [{"source": "gcd", "size": 10**13}]}}, "tasks.train.0.size: write a number up to"),
+        ({"tasks": {"train": [{"source": "gcd", "params": {"a": [math.nan]}}]}}, "'tasks.train.0.params.a.0' is nan"),
+        ({"sampling": {"temperature": float("inf")}}, "'sampling.temperature' is inf: write a finite number"),
+        ({"sampling": {"temperature": 1e-9}}, "write 0 for greedy, or 0.001"),
+        ({"sampling": {"temperature": 0}}, "greedy rollouts have no probabilities to train on"),
+        ({"reward": {"timeout_s": 1e12}}, "'reward.timeout_s' is 1000000000000.0: input should be less than or equal"),
+        ({"engine": {"max_prompt_tokens": 2**31 - 1}}, "no sequence has more than 2,147,483,647"),
+        ({"model": "a\0b"}, "'model' is 'a\\x00b': leave out the character NUL"),
+        ({"placement": 1}, "unknown key 'placement'; all settings are listed by: slipstream train"),
+        ({"lr": 1}, "unknown key 'lr'; did you mean 'drafter.lr' or 'train.lr' or 'warmup.lr'?"),
+        ({"eval": {"samples": 1}}, "unknown key 'eval.samples'; did you mean 'eval.samples_per_prompt'?"),
         ({"mode": "sync", "engine": {"sleep": "kv"}}, "engine.sleep makes room for training in the same process"),
     ],
 )  # fmt: skip
@@ -193,9 +214,71 @@ def test_an_unknown_override_names_the_nearest_key(tmp_path: Path) -> None:
         load_config(write(tmp_path, "x.yaml", tree()), ["train.stepps=4"])
 
 
+@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "nan", "inf", "-inf", 10**400, -(10**400)])
+def test_no_number_is_without_bounds(kind: type, value: Any) -> None:
+    """Whatever field of this kind is added: NaN, infinities and numbers of 400 digits are refused there."""
+    fields = [path for path, info in numbers_of(Config) if kind in (info.annotation, *get_args(info.annotation))]
+    assert len(fields) > 10
+    for path in fields:
+        with pytest.raises(ValueError, match=path.rpartition(".")[2]):
+            build_config(with_value(path, value))
+
+
+def numbers_of(section: type[BaseModel], prefix: str = "") -> list[tuple[str, Any]]:
+    """Fields of all sections, the items of lists as their first, with what is known of them."""
+    found = []
+    for name, info in section.model_fields.items():
+        parts = [info.annotation, *get_args(info.annotation)]
+        for part in parts:
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                is_list = get_origin(info.annotation) is tuple
+                found += numbers_of(part, f"{prefix}{name}.0." if is_list else f"{prefix}{name}.")
+        found.append((prefix + name, info))
+    return found
+
+
+def with_value(path: str, value: Any) -> dict[str, Any]:
+    base = tree(tasks={"train": [{"source": "gcd", "size": 9}], "eval": {"0": {"source": "gcd", "size": 9}}})
+    base |= {"warmup": {}, "reward": {"functions": [{"function": "task"}]}}
+    node: Any = base
+    *sections, name = path.replace("tasks.eval.", "tasks.eval.0.").split(".")
+    for section in sections:
+        node = node[int(section)] if isinstance(node, list) else node.setdefault(section, {})
+    node[name] = value
+    return base
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("Answer #1", "Answer #1"),
+        ("#1", "#1"),
+        ("a#b", "a#b"),
+        ('"a # b"', "a # b"),
+        ("a  # b ", "a  # b "),
+    ],
+)
+def test_a_number_sign_is_text_in_an_override(tmp_path: Path, override: str, value: str) -> None:
+    path = write(tmp_path, "x.yaml", tree())
+    assert load_config(path, [f"tasks.train.0.system={override}"]).tasks.train[0].system == value
+
+
+@pytest.mark.parametrize("override", ["train.betas=[0.5, 0.6] # or .9", 'model="tiny" # or not', "train={lr: 1} #"])
+def test_a_comment_in_an_override_is_refused(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ValueError, match="would be a comment of YAML: leave it out, or write the text in quotes"):
+        load_config(write(tmp_path, "x.yaml", tree()), [override])
+
+
+@pytest.mark.parametrize("override", ["train.steps=5 # five", "train.lr=#1"])
+def test_a_number_with_a_comment_is_no_number(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ValueError, match=r"'train\.\w+' is '.*#"):
+        load_config(write(tmp_path, "x.yaml", tree()), [override])
+
+
 @pytest.mark.parametrize("override", ["tasks.eval.h={source: gcd", "train.lr=[1", "seed=a: b: c"])
 def test_an_override_that_is_not_yaml_is_named(tmp_path: Path, override: str) -> None:
-    with pytest.raises(ValueError, match="the value is not valid YAML") as caught:
+    with pytest.raises(ValueError, match="the value: not valid YAML") as caught:
         load_config(write(tmp_path, "x.yaml", tree()), [override])
     assert repr(override) in str(caught.value)
 

@@ -32,6 +32,7 @@ from slipstream.observe.console import Console
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.reports import Reports
 from slipstream.observe.store import RunStore
+from slipstream.runtime.capacity import check_start
 from slipstream.runtime.control import CONTROL_FILE
 from slipstream.runtime.crew import TrainerLost
 from slipstream.runtime.drafters import SavedDrafter
@@ -90,6 +91,7 @@ def run_training(
     config: Config, *, resume: bool | Path = False, overwrite: bool = False, quiet: bool = False
 ) -> Outcome:
     """Train to the end of the recipe, from the start or from a checkpoint. ValueError for what the user can fix."""
+    check_start(config)
     losses, flag, lost = 0, StopFlag(), None
     while True:
         before = latest_checkpoint(config.run.dir)

@@ -12,11 +12,14 @@ import pytest
 import yaml
 
 from slipstream.cli import main
-from slipstream.config import load_config
+from slipstream.config import Reward, RewardFunction, TaskSet, load_config
+from slipstream.files import shown
 from slipstream.observe.loggers import MetricLog
 from slipstream.runtime.traces import read_trace
 from slipstream.simulate.show import read_curve
+from slipstream.tasks.rewards import check_rewards
 from slipstream.tasks.rows import read_file
+from slipstream.tasks.sources import load_problems
 from slipstream.train.checkpoint import find_damage, latest_checkpoint, load_checkpoint
 
 ROW = {"prompt": "1+1", "answer": "2"}
@@ -239,3 +242,60 @@ def test_the_half_line_of_a_killed_writer_is_cut(half: bytes, tmp_path: Path) ->
     with MetricLog(tmp_path) as log:
         log.write(2, {"x": 3.0})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "x": 2}\n{"step": 2, "x": 3.0}\n'
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "history", "--json"],
+        ["bench", "engine", "--json"],
+        ["simulate", "--json"],
+        ["simulate", "--html"],
+        ["simulate", "--against", "RUN", "--json"],
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No model is loaded and nothing is simulated: what would do it is taken away."""
+    for name in ("benches.load_shape", "bench_history.load_shape"):
+        monkeypatch.setattr(f"slipstream.runtime.{name}", None)
+    monkeypatch.setattr("slipstream.simulate.show.compare", None)
+    monkeypatch.setattr("slipstream.simulate.show.foretell", None)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree()))
+    words = [str(tmp_path) if word == "RUN" else word for word in words]
+    for path, message in (
+        (tmp_path, "is a folder: write the name of a file"),
+        (tmp_path / "none" / "x", "there is no folder"),
+        (tmp_path / "config.yaml" / "x", "there is no folder"),
+        (tmp_path / ("x" * 300), "cannot be written (File name too long)"),
+        (Path("/proc/nothing"), "cannot be written"),
+    ):
+        said = refused(capsys, *words, str(path))
+        assert f"{words[-1]} {shown(path)}" in said and message in said
+
+
+def test_a_drafter_that_cannot_be_written_is_refused_before_it_is_taught(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree()))
+    out = tmp_path / "config.yaml" / "drafter"
+    assert "is not a folder" in refused(capsys, "train-drafter", str(tmp_path), "--out", str(out))
+    assert "is not a folder" in refused(capsys, "export-drafter", str(tmp_path), str(out))
+
+
+@pytest.mark.parametrize("content", ['{"prompt": "1+1", "answer": null}', '{"prompt": "1+1", "answer": NaN}'])
+@pytest.mark.parametrize("function", ["math_verify", "rewards.py:by_answer", "rewards.py:score"])
+def test_an_answer_that_is_null_is_refused_as_a_missing_one_is(content: str, function: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(content)
+    (tmp_path / "rewards.py").write_text(
+        "def by_answer(completions, answer): return [0.0] * len(completions)\n"
+        "def score(solution_str, ground_truth): return 0.0\n"
+    )
+    problems = load_problems(TaskSet(source=str(tmp_path / "x.jsonl")), "train/0")
+    where = function if function == "math_verify" else f"{tmp_path}/{function}"
+    reward = Reward(functions=(RewardFunction(function=where),))
+    with pytest.raises(ValueError, match="cannot judge problem 0 of train/0"):
+        check_rewards(reward, problems)
+    (tmp_path / "x.jsonl").write_text(content.replace("null", "2").replace("NaN", "2"))
+    check_rewards(reward, load_problems(TaskSet(source=str(tmp_path / "x.jsonl")), "train/0"))

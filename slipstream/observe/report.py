@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.config import Config, build_config
-from slipstream.files import parse_yaml, replacing
+from slipstream.files import check_output_folder, parse_yaml, replacing
 from slipstream.observe import figures, page
 from slipstream.observe.console import format_duration
 from slipstream.observe.figures import Metrics, Series
@@ -42,6 +42,7 @@ def write_report(run_dir: Path, what_if: Sequence[Sequence[str]] | str = ()) -> 
             f"{run_dir} is not a run folder: it has no run.db. A run folder is what `slipstream train` writes to "
             "run.dir: config.yaml, run.db, metrics.jsonl, checkpoints/"
         )
+    check_output_folder(run_dir, "the run folder")
     config_file = run_dir / "config.yaml"
     config_text = config_file.read_text("utf-8", "replace") if config_file.is_file() else ""
     config = _read_config(config_text)

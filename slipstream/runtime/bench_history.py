@@ -19,6 +19,7 @@ from slipstream.draft.selector import Selector
 from slipstream.draft.shelves import Text, shelf_tokens
 from slipstream.draft.workloads import ReplayGroup, adversarial, alike, epochs_of, seed_of
 from slipstream.engine.engine import Engine
+from slipstream.files import check_output_file
 from slipstream.history.format import words_of
 from slipstream.models.precision import resolve_precision
 from slipstream.runtime.benches import check_shape, describe_machine, load_shape, new_table, shape_width, write_record
@@ -55,6 +56,7 @@ def bench_history(
     Tokens a second are those while the batch is full. `gain_to_end` in the record counts the last sequences too.
     With a `trace` the workloads are its epochs, and the others are left out.
     """
+    check_output_file(json_file, "--json")
     check_shape(shape)
     recorded = read_trace(trace) if trace is not None else None
     device = choose_device("auto")

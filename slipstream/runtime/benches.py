@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from slipstream.engine.engine import Engine
 from slipstream.engine.measure import PROMPT_TOKENS, read_bandwidth, time_decoding
+from slipstream.files import check_output_file
 from slipstream.models.loading import BUILT_IN, load_model, width_of
 from slipstream.models.precision import Precision, resolve_precision
 from slipstream.models.shapes import SHAPES, random_model
@@ -39,6 +40,7 @@ def bench_engines(
     json_file: Path | None,
 ) -> dict[str, Any]:
     """Time decoding of every shape at every batch size; the record that is also written to `json_file`."""
+    check_output_file(json_file, "--json")
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"--dtype is auto, float32 or bfloat16, not '{dtype}'")
     for shape in shapes:

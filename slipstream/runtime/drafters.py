@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from slipstream.draft.eagle import build_draft, kind_of
 from slipstream.draft.export import FORMATS, export_drafter, refuse_filled, works_in_sglang
 from slipstream.draft.saved import DRAFTER_FILE, DrafterState, load_drafter_state, save_drafter_state
-from slipstream.files import read_json, replacing
+from slipstream.files import check_output_folder, read_json, replacing
 from slipstream.models.loading import load_model
 from slipstream.models.weights import fingerprint
 from slipstream.train.checkpoint import find_damage, latest_checkpoint
@@ -87,6 +87,7 @@ def export_from(source: Path, folder: Path, *, file_format: str | None, dtype: s
         raise ValueError(f"unknown format {file_format!r}: one of {', '.join(FORMATS)}")
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
+    check_output_folder(folder, "the new folder")
     refuse_filled(folder)
     drafter = find_drafter(source)
     own_format = next(name for name, kind in FORMATS.items() if kind == drafter.kind)

@@ -22,6 +22,7 @@ from slipstream.draft.export import refuse_filled
 from slipstream.draft.judge import num_steps, right_drafts
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import DrafterState
+from slipstream.files import check_output_folder
 from slipstream.models.loading import load_model, load_tokenizer
 from slipstream.models.packed import document_hidden
 from slipstream.models.precision import precision_of
@@ -94,6 +95,7 @@ def train_offline(
         if instead is not None:
             raise ValueError(f"{override} is of no use here: {instead}")
     folder = out or run / "drafter"
+    check_output_folder(folder, "--out")
     config = load_config(run / "config.yaml", overrides)
     checkpoint = find_checkpoint(run)
     if resume and not (folder / ABOUT).is_file():

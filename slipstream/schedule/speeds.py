@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+MAX_STEP_MS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def curve_of_paces(paces: Paces) -> SpeedCurve:
 
 def _is_timed(row: Mapping[str, object]) -> bool:
     batch, step_ms = row.get("batch"), row.get("step_ms")
-    is_timed = isinstance(batch, int) and batch >= 1 and isinstance(step_ms, int | float) and 0 < step_ms < math.inf
+    is_timed = isinstance(batch, int) and batch >= 1 and isinstance(step_ms, int | float) and 0 < step_ms < MAX_STEP_MS
     return is_timed and isinstance(row.get("shape"), str)
 
 

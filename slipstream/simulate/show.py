@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from slipstream.files import read_json
+from slipstream.files import check_output_file, read_json
 from slipstream.observe.figures import drawing_script, figure_html, lines, ranking
 from slipstream.observe.page import card, headline, page, sentence, table
 from slipstream.observe.store import RunStore, RunStoreError
@@ -113,9 +113,8 @@ def show_comparison(
         raise ValueError("--scaling draws more rollouts for more GPUs, and a run has those it has: leave one out")
     if rent and all(system.colocated for system in chosen.values()):
         raise ValueError("--rent is of workers, and these systems share all GPUs: choose another one, or leave it out")
-    for file in (json_file, html_file):
-        if file is not None and not file.parent.is_dir():
-            raise ValueError(f"{file}: there is no folder {file.parent} to write it to")
+    check_output_file(json_file, "--json")
+    check_output_file(html_file, "--html")
     if rent and rent < num_gpus:
         raise ValueError(f"--rent {rent}: GPUs in all at most, so no fewer than --gpus {num_gpus}")
     if run is not None and growth != 1:
@@ -175,6 +174,7 @@ def show_comparison(
 
 
 def show_against(run: Path, json_file: Path | None = None) -> None:
+    check_output_file(json_file, "--json")
     phases, num_steps = foretell(run) if read_config(run).mode == "colocated" else _streamed(run)
     title = f"{run}: {num_steps} steps foretold from those before"
     shown = _new_table(title, "phase", "measured s", "foretold s", "error")

@@ -68,8 +68,9 @@ def resolve_params(task: str, params: Mapping[str, Any]) -> tuple[dict[str, int]
     values, wording = dict(spec.defaults), "plain"
     for name, value in params.items():
         if name not in allowed:
-            near = difflib.get_close_matches(str(name), allowed, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{task} has no parameter {name!r}; did you mean {near!r}? It takes {', '.join(allowed)}")
+            near = difflib.get_close_matches(str(name), allowed, n=1)
+            hint = f"did you mean {near[0]!r}? It takes" if near else "it takes"
+            raise ValueError(f"{task} has no parameter {name!r:.80}; {hint} {', '.join(allowed)}")
         if name == "wording":
             if value not in WORDINGS:
                 raise ValueError(f"{task}: wording is {value!r}; write one of {', '.join(WORDINGS)}")

@@ -15,6 +15,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -104,14 +105,14 @@ def _built_in_task() -> RewardCall:
                 "reward.functions to math_verify or to a function of your own"
             )
         column = "entry" if task.startswith(verifiers.REASONING_GYM) else "answer"
-        return None if problem.columns.get(column) is not None else f"task {task} needs the column {column!r}"
+        return None if _has(problem.columns, column) else f"task {task} needs the column {column!r}"
 
     return RewardCall(lambda sample: verifiers.score_task(sample.problem.columns, sample.text), None, check)
 
 
 def _built_in_math_verify() -> RewardCall:
     def check(problem: Problem) -> str | None:
-        known = any(problem.columns.get(column) is not None for column in ("answer", "ground_truth"))
+        known = any(_has(problem.columns, column) for column in ("answer", "ground_truth"))
         return None if known else "math_verify needs a reference answer; set answer_column to the column that has it"
 
     return RewardCall(lambda sample: verifiers.score_math(sample.problem.columns, sample.text), None, check)
@@ -130,8 +131,9 @@ def _load(function: str) -> Any:
     module = _import_file(Path(where).expanduser(), function) if colon else _import_dotted(where, function)
     if not hasattr(module, name):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(name, public, n=1, cutoff=0.0)
-        raise ValueError(f"reward {function!r}: {where} has no {name!r}{f'; nearest: {near[0]}' if near else ''}")
+        near = difflib.get_close_matches(name, public, n=1)
+        has = f"nearest: {near[0]}" if near else f"it has {', '.join(public) or 'no function'}"
+        raise ValueError(f"reward {function!r}: {where} has no {name!r}; {has}")
     return getattr(module, name)
 
 
@@ -204,8 +206,9 @@ def _trl(found: Callable[..., Any], accepted: frozenset[str] | None, needed: Seq
         return _awaited(found(**arguments))
 
     def check(problem: Problem) -> str | None:
-        lack = [column for column in needed if column not in problem.columns]
-        return f"it wants the column {lack[0]!r}" if lack else None
+        lack = [column for column in needed if not _has(problem.columns, column)]
+        is_null = ", which is null here" if lack and lack[0] in problem.columns else ""
+        return f"it wants the column {lack[0]!r}{is_null}" if lack else None
 
     return RewardCall(None, score_group, check)
 
@@ -227,10 +230,16 @@ def _verl(found: Callable[..., Any], accepted: Sequence[str], needs_truth: bool)
         return value["score"]
 
     def check(problem: Problem) -> str | None:
-        lacks = needs_truth and _ground_truth(problem.columns) is None
+        lacks = needs_truth and not any(_has(problem.columns, column) for column in ("ground_truth", "answer"))
         return "compute_score wants ground_truth; set answer_column to the column that has it" if lacks else None
 
     return RewardCall(score_one, None, check)
+
+
+def _has(columns: Mapping[str, Any], column: str) -> bool:
+    """Null and NaN are how tables write that a value is missing."""
+    value = columns.get(column)
+    return value is not None and not (isinstance(value, float) and math.isnan(value))
 
 
 def _ground_truth(columns: Mapping[str, Any]) -> Any:

@@ -62,8 +62,9 @@ def _reasoning_gym(task_set: TaskSet, name: str) -> list[Problem]:
 
     dataset_name, size = task_set.source.removeprefix(REASONING_GYM), _size(task_set)
     if dataset_name not in DATASETS:
-        near = difflib.get_close_matches(dataset_name, DATASETS, n=3, cutoff=0.0)
-        raise ValueError(f"reasoning_gym has no dataset {dataset_name!r}; nearest: {', '.join(near)}")
+        near = difflib.get_close_matches(dataset_name, DATASETS, n=3)
+        known = f"nearest: {', '.join(near)}" if near else f"it has {', '.join(sorted(DATASETS))}"
+        raise ValueError(f"reasoning_gym has no dataset {dataset_name!r:.80}; {known}")
     taken = sorted({"size", "seed"} & set(task_set.params))
     if taken:
         raise ValueError(f"{task_set.source}: write {' and '.join(taken)} beside source, not under params")

@@ -117,9 +117,9 @@ def read_manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
         step, files = manifest["step"], manifest["files"]
         expected = {name: {"bytes": file["bytes"], "blake2b": file["blake2b"]} for name, file in files.items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} is damaged ({type(error).__name__}: {error})") from None
+        raise ValueError(f"{path / MANIFEST} is none: {type(error).__name__}: {error}") from None
     if not isinstance(step, int) or step < 0 or any("\0" in name for name in expected):
-        raise ValueError(f"{MANIFEST} is damaged (step {step!r:.40})")
+        raise ValueError(f"{path / MANIFEST} is none: its step is {step!r:.40}")
     return step, expected
 
 
@@ -166,7 +166,7 @@ def find_damage(path: Path) -> str | None:
     try:
         _, files = read_manifest(path)
     except ValueError as error:
-        return str(error)
+        return f"{MANIFEST} is damaged ({error})"
     for name, expected in files.items():
         file = path / name
         if not file.is_file():

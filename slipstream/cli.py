@@ -76,6 +76,7 @@ def train(
         ]
     else:
         lines = [f"{outcome.reason} after step {outcome.step}; go on with: slipstream train {recipe} --resume"]
+    lines += [f"warning: {text}" for text in outcome.advice]
     if not quiet:
         typer.echo("\n".join(lines))
     if outcome.reason != "done":

@@ -112,7 +112,10 @@ PURE = {
     ],
     "observe": [
         f"slipstream.observe.{name}"
-        for name in ("metrics", "console", "figures", "ledger", "loggers", "page", "report", "reports", "store")
+        for name in (
+            *("advice", "console", "curve", "figures", "ledger", "loggers", "metrics", "page", "report", "reports"),
+            "store",
+        )
     ],
     "driver": [
         f"slipstream.runtime.{name}"

@@ -212,6 +212,40 @@ def test_eval_and_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert call("eval", str(tmp_path / "nowhere")) == 2
 
 
+def nothing_is_right(folder: Path) -> dict[str, Any]:
+    (folder / "rewards.py").write_text("def nothing(completions, **columns):\n    return [0.0] * len(completions)\n")
+    return {"functions": [{"function": f"{folder / 'rewards.py'}:nothing"}]}
+
+
+def test_a_run_that_learns_nothing_says_so_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = settings(tmp_path, reward=nothing_is_right(tmp_path), sampling={"max_new_tokens": 64})
+    assert train(tmp_path, tree, "train.steps=4") == 0
+    lines = capsys.readouterr().out.splitlines()
+    (hint,) = [place for place, line in enumerate(lines) if "hint after step 3: no group had a reward signal" in line]
+    assert "every sample got reward 0" in lines[hint] and "warm start (warmup)" in lines[hint]
+    assert "prompt: " in lines[hint + 1] and "completion (" in lines[hint + 2] and "reward 0)" in lines[hint + 2]
+    assert lines[-1].startswith("warning: nothing was learned") and any("done after 4 steps" in one for one in lines)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Over the whole run: nothing was learned" in page and "Hint after step 3: no group had a reward" in page
+    assert "completion (" in page
+    assert train(tmp_path, tree, "train.steps=7", "--resume") == 0
+    assert "hint after" not in capsys.readouterr().out, "step 3 was told of; step 9 would be next"
+
+
+def test_a_run_with_a_signal_ends_with_its_curve_and_no_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    functions = [{"function": f"{REWARDS}:shorter_is_better"}]
+    tree = settings(tmp_path, reward={"functions": functions}, sampling={"max_new_tokens": 64})
+    assert train(tmp_path, tree, "train.steps=4", "train.samples_per_prompt=4") == 0
+    out = capsys.readouterr().out
+    assert "step 1" in out and "reward" in out.splitlines()[-4] and "│" in out
+    assert "hint" not in out and "warning" not in out and out.splitlines()[-1].startswith("evaluate it again")
+    assert "<h2>Hints</h2>" not in (tmp_path / "run" / "report.html").read_text()
+    assert train(tmp_path, tree, "train.steps=4", "--overwrite", "--quiet") == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_check_says_what_this_machine_can_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("check", "tiny", "--json") == 0
     report = json.loads(capsys.readouterr().out)

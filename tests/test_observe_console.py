@@ -6,7 +6,14 @@ import io
 
 import pytest
 
-from slipstream.observe.console import Console, format_duration, format_evaluation, format_overall, format_step
+from slipstream.observe.console import (
+    PIPE_COLUMNS,
+    Console,
+    format_duration,
+    format_evaluation,
+    format_overall,
+    format_step,
+)
 
 STEP = {
     "reward/mean": 0.534,
@@ -140,3 +147,30 @@ def test_time_left_by_the_clock() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def drawn_on(file: io.TextIOBase, quiet: bool = False) -> list[tuple[int, bool]]:
+    asked: list[tuple[int, bool]] = []
+
+    def draw(width: int, *, ascii_only: bool) -> list[str]:
+        asked.append((width, ascii_only))
+        return ["*" if ascii_only else "⠿"]
+
+    with Console(3, quiet=quiet, file=file) as console:  # type: ignore[arg-type]
+        console.start_run([])
+        console.picture(draw)
+    return asked
+
+
+def test_a_picture_is_drawn_with_what_the_terminal_or_the_pipe_can_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "57")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert drawn_on(Terminal()) == [(57, False)]
+    assert drawn_on(io.StringIO()) == [(PIPE_COLUMNS, False)]
+    monkeypatch.setenv("TERM", "linux")
+    assert drawn_on(Terminal()) == [(57, True)]
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    assert drawn_on(narrow) == [(PIPE_COLUMNS, True)]
+    narrow.flush()
+    assert narrow.buffer.getvalue() == b"*\n"  # type: ignore[attr-defined]
+    assert drawn_on(io.StringIO(), quiet=True) == []

@@ -43,6 +43,7 @@ def test_rollout_metrics_by_hand() -> None:
             "reward/task/mean": 0.5,
             "reward/style/mean": 0.25,
             "reward/zero_spread_groups": 0.5,
+            "reward/stderr": 0.0,  # both prompts have a mean of 0.5
             "reward/unscored": 1.0,
             "response_length/mean": 40.0,
             "response_length/median": 30.0,
@@ -92,6 +93,7 @@ def test_evaluation_by_hand() -> None:
         {
             "eval/held/out/avg@2": (0.5 + 0.5 + 0.25) / 3,  # p3 has no scored sample, so it is no prompt here
             "eval/held/out/pass@2": 1 / 3,
+            "eval/held/out/stderr": math.sqrt((1 / 144 + 1 / 144 + 4 / 144) / 2 / 3),
             "eval/held/out/response_length": 35.0,
             "eval/held/out/unscored": 2.0,
         }

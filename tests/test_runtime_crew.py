@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from slipstream.config import build_config
+from slipstream.observe.advice import Advice
 from slipstream.observe.ledger import Ledger
 from slipstream.runtime.crew import BLAME_S, LONGEST_LOOK_S, TrainerCrew, TrainerLost
 from slipstream.runtime.kept import Kept
@@ -226,8 +227,9 @@ def test_a_bar_shows_how_far_training_is(tmp_path: Path) -> None:
     nothing = SimpleNamespace(graded=lambda wait_s: [], advance=list, note_waits=lambda: None, live=-1)
     recipe = {"model": "tiny", "mode": "sync", "tasks": {"train": [{"source": "sorting", "size": 4, "seed": 1}]}}
     parts: dict[str, Any] = dict.fromkeys(("history", "store", "log", "reports"))
+    config = build_config(recipe | {"run": {"dir": str(tmp_path)}})
     world = StreamWorld(
-        build_config(recipe | {"run": {"dir": str(tmp_path)}}),
+        config,
         **parts,
         crew=crew,
         pool=nothing,  # type: ignore[arg-type]
@@ -238,6 +240,7 @@ def test_a_bar_shows_how_far_training_is(tmp_path: Path) -> None:
         eval_sets={},
         stop_token_ids=(),
         console=bars,  # type: ignore[arg-type]
+        advice=Advice(config),
         rows={},
         kept_state={},
         kept=Kept(),

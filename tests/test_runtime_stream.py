@@ -143,6 +143,18 @@ def test_a_synchronous_run_with_two_workers_has_the_weights_of_a_colocated_one(c
     }
 
 
+def test_a_run_in_several_processes_that_learns_nothing_says_so_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rewards.py").write_text("def nothing(completions, **columns):\n    return [0.0] * len(completions)\n")
+    reward = {"functions": [{"function": f"{tmp_path / 'rewards.py'}:nothing"}]}
+    config = load_config(write_recipe(tmp_path, "run", mode="async", reward=reward))
+    outcome = run_training(config)
+    out = capsys.readouterr().out
+    assert "hint after step 3: no group had a reward signal" in out and "completion (" in out
+    assert [text.startswith("nothing was learned") for text in outcome.advice] == [True]
+
+
 def test_a_warm_start_that_was_interrupted_is_finished_here_and_trained_on_elsewhere(
     colocated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

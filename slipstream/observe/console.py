@@ -2,12 +2,15 @@
 
 Owns the wording of those lines and the estimate of the time left; reads metrics, computes none.
 Invariants: in a pipe (or a dumb terminal) there are no bars and no control codes, a line is never wrapped, and every
-line is flushed; a metric that is missing leaves its words out; `quiet` prints nothing at all.
+line is flushed; a metric that is missing leaves its words out; `quiet` prints nothing at all. A picture is plain text
+too; where the terminal or the pipe cannot show its characters it is drawn in ASCII.
 Time left = median of the last 15 step times x steps to go: one slow evaluation does not move it.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import statistics
 import sys
 import time
@@ -20,6 +23,9 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 _WINDOW_STEPS = 15
+PIPE_COLUMNS = 72
+_TERMS_WITHOUT_BRAILLE = ("dumb", "linux")
+"""The Linux console has 512 glyphs, and braille is not among them."""
 
 
 class Advance(Protocol):
@@ -115,6 +121,20 @@ class Console:
     def note(self, text: str) -> None:
         """A line of its own, e.g. "checkpoint step_10 saved"."""
         self._print(text)
+
+    def picture(self, draw: Callable[..., list[str]]) -> None:
+        """Lines of draw(width, ascii_only=...), as wide as the terminal; in a pipe `PIPE_COLUMNS`."""
+        if self._quiet:
+            return
+        is_terminal = self._file.isatty()
+        try:
+            "⠿●│└─→".encode(getattr(self._file, "encoding", None) or "utf-8")
+            ascii_only = is_terminal and os.environ.get("TERM") in _TERMS_WITHOUT_BRAILLE
+        except UnicodeEncodeError:
+            ascii_only = True
+        width = shutil.get_terminal_size().columns if is_terminal else PIPE_COLUMNS
+        for line in draw(width, ascii_only=ascii_only):
+            self._print(line)
 
     def close(self) -> None:
         """Take the bars off the terminal; lines may still be printed afterwards."""

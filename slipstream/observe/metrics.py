@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -36,6 +36,8 @@ def rollout_metrics(
 
     `reward/zero_spread_groups` is the share of groups whose scored samples all have the same reward, hence teach
     nothing; a group with no scored sample is not counted, and with one sample a prompt the name is left out.
+    `reward/stderr` is the standard error of reward/mean, by the spread of the prompts' means: samples of one prompt are
+    alike. With fewer than two prompts it is left out. `eval/<set>/stderr` likewise.
     """
     metrics = {"reward/unscored": float(len(unscored))}
     if scored:
@@ -45,6 +47,7 @@ def rollout_metrics(
         if samples_per_prompt > 1:
             groups = _rewards_by_group(scored).values()
             metrics["reward/zero_spread_groups"] = _mean([float(min(rewards) == max(rewards)) for rewards in groups])
+        metrics |= _standard_error("reward", _rewards_by_group(scored).values())
     rollouts = _rollouts(scored, unscored)
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     metrics["rollout/tokens"] = float(sum(lengths))
@@ -71,6 +74,7 @@ def evaluation_metrics(
         metrics[f"eval/{set_name}/avg@{k}"] = _mean([_mean(rewards) for rewards in groups])
         passed = [float(max(rewards) >= PASS_REWARD - _ROUNDING) for rewards in groups]
         metrics[f"eval/{set_name}/pass@{k}"] = _mean(passed)
+        metrics |= _standard_error(f"eval/{set_name}", groups)
     lengths = [float(len(rollout.token_ids)) for rollout in _rollouts(scored, unscored)]
     if lengths:
         metrics[f"eval/{set_name}/response_length"] = _mean(lengths)
@@ -93,6 +97,13 @@ def _spread(prefix: str, values: Sequence[float], names: Sequence[str]) -> dict[
         "min": lambda: float(array[0]),
     }
     return {f"{prefix}/{name}": known[name]() for name in names}
+
+
+def _standard_error(prefix: str, groups: Collection[Sequence[float]]) -> dict[str, float]:
+    if len(groups) < 2:
+        return {}
+    means = np.asarray(sorted(_mean(rewards) for rewards in groups))
+    return {f"{prefix}/stderr": float(means.std(ddof=1)) / math.sqrt(len(means))}
 
 
 def _mean(values: Sequence[float]) -> float:

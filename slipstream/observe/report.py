@@ -16,6 +16,7 @@ from pathlib import Path
 from slipstream.config import Config, build_config
 from slipstream.files import check_output_folder, parse_yaml, replacing
 from slipstream.observe import figures, page
+from slipstream.observe.advice import Advice
 from slipstream.observe.console import format_duration
 from slipstream.observe.figures import Metrics, Series
 from slipstream.observe.ledger import ACCOUNTS, Entry, shares
@@ -50,6 +51,7 @@ def write_report(run_dir: Path, what_if: Sequence[Sequence[str]] | str = ()) -> 
         metrics = store.metrics_by_name()
         sections = [
             _header(run_dir.resolve().name, config, metrics),
+            _hints(store, config, metrics),
             _learning(metrics),
             _lengths_and_time(metrics, store.lengths_by_step()),
             _ledger(store.ledger()),
@@ -121,6 +123,19 @@ def _header(name: str, config: Config | None, metrics: Metrics) -> str:
     if config.warmup:
         about["warm start"] = f"{config.warmup.steps} supervised steps before RL"
     return head + page.tiles(values) + page.card("The run in numbers", page.facts(about | config.arithmetic()))
+
+
+def _hints(store: RunStore, config: Config | None, metrics: Metrics) -> str:
+    """What the run said of itself while it went on; nothing for one that had nothing to say."""
+    if config is None:
+        return ""  # the conditions depend on settings
+    advice = Advice(config)
+    hints = advice.replay(metrics)
+    html = "".join(page.sentence(f"Over the whole run: {text}.") for text in advice.verdict())
+    for hint in hints:
+        first, *example = hint.lines(store)
+        html += page.sentence(f"{first[0].upper()}{first[1:]}.") + "".join(page.sentence(line) for line in example)
+    return "<h2>Hints</h2>" + page.card("What to look at", html) if html else ""
 
 
 def _learning(metrics: Metrics) -> str:

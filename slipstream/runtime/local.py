@@ -28,7 +28,9 @@ from slipstream.models.precision import use_batch_invariant_products
 from slipstream.models.rendering import render_prompts, render_solution, stop_token_ids
 from slipstream.models.threads import threads
 from slipstream.models.weights import fingerprint
+from slipstream.observe.advice import Advice
 from slipstream.observe.console import Console
+from slipstream.observe.curve import draw_run
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.reports import Reports
 from slipstream.observe.store import RunStore
@@ -85,6 +87,8 @@ class Outcome:
     """"done", or why it stopped early."""
     run_dir: Path
     step: int
+    advice: tuple[str, ...] = ()
+    """What is wrong with the run as a whole, e.g. that it had nothing to learn from; empty if it has learned."""
 
 
 def run_training(
@@ -177,7 +181,7 @@ def _train_once(
         if runtime is not None:
             run.prepare_drafter(checkpoint, warm)
             reason = run.stream(runtime, checkpoint, kept, history, grader, prompts, eval_sets, stop_ids)
-            return Outcome(reason, folder.path, run.step)
+            return run.ended(reason)
         if reference is not None:
             trainer.reference = load_model(str(reference), dtype=torch.float32, device=device).eval()
         past = None if history is None else partial(past_texts, history)
@@ -186,7 +190,7 @@ def _train_once(
         engine = build_engine(config, model, tokenizer, device, past, run.selector)
         run.prepare_drafter(checkpoint, warm)
         reason = run.loop(engine, history, grader, prompts, eval_sets, stop_ids)
-        return Outcome(reason, folder.path, run.step)
+        return run.ended(reason)
 
 
 def _is_trained_elsewhere(config: Config, checkpoint: Checkpoint) -> bool:
@@ -218,6 +222,7 @@ class _Run:
         self.warmup_done = 0
         self.has_warmed_up = False
         """Here and now."""
+        self.advice = Advice(config)
         self.selector = build_selector(config, choose_device(config.device))
         self.learner: DrafterTrainer | None = None
         self.drafter_saver = DrafterSaver()
@@ -238,6 +243,7 @@ class _Run:
         recorded = self.step if self.concluded else self.step - 1
         self.store.forget_after(self.step, recorded)
         self.log.resume_after(recorded)
+        self.advice.replay(self.store.metrics_by_name())  # what was told before is not told again
         where = f"resumed from {checkpoint.path}" if checkpoint else "from the start"
         num_parameters = sum(p.numel() for p in self.model.parameters())
         lines = [
@@ -310,6 +316,12 @@ class _Run:
         if checkpoint is not None:
             self.drafting = known_ways(checkpoint.run_state, self.learner)
             self.selector.load_state_dict(self.drafting)
+
+    def ended(self, reason: str) -> Outcome:
+        """Show the curves of the run, and say how it ended."""
+        self.console.close()
+        self.console.picture(partial(draw_run, self.store.metrics_by_name()))
+        return Outcome(reason, self.config.run.dir, self.step, tuple(self.advice.verdict()))
 
     def close(self) -> None:
         self.drafter_saver.close()
@@ -397,6 +409,7 @@ class _Run:
             log=self.log,
             reports=self.reports,
             console=self.console,
+            advice=self.advice,
             kept_state={"warmup_done": self.warmup_done},
             kept=kept,
             drafting=self.drafting,
@@ -433,6 +446,7 @@ class _Run:
             log=self.log,
             reports=self.reports,
             console=self.console,
+            advice=self.advice,
             save_checkpoint=self.save,
             row=self.row,
             stop_reason=lambda: self.flag.reason,

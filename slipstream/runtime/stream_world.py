@@ -15,12 +15,12 @@ from typing import Any
 from slipstream.config import Config
 from slipstream.engine.sequences import PartialRollout
 from slipstream.history.store import HistoryStore
+from slipstream.observe.advice import Advice
 from slipstream.observe.console import Advance, Console
 from slipstream.observe.ledger import Ledger
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.reports import Reports
 from slipstream.observe.store import RunStore
-from slipstream.runtime.advice import Drift
 from slipstream.runtime.crew import TrainerCrew, TrainerLost
 from slipstream.runtime.drafting import draft_metrics, past_texts, remember
 from slipstream.runtime.evaluation import EvaluationRound
@@ -98,6 +98,7 @@ class StreamWorld:
         log: MetricLog,
         reports: Reports,
         console: Console,
+        advice: Advice,
         rows: dict[int, dict[str, float]],
         kept_state: dict[str, Any],
         kept: Kept,
@@ -109,11 +110,11 @@ class StreamWorld:
         self._config = config
         self._pool, self._crew, self._groups, self._history = pool, crew, groups, history
         self._ledger, self._bell = ledger, bell
-        self._note, self._sizing, self._drift = note, Sizing(config, pool, note, console.note), Drift()
+        self._note, self._sizing = note, Sizing(config, pool, note, console.note)
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
-        self._store, self._log, self._reports, self._console = store, log, reports, console
+        self._store, self._log, self._reports, self._console, self._advice = store, log, reports, console, advice
         self._rows, self._kept_state, self._stop_reason = rows, kept_state, stop_reason
         self._kept = kept
         self._scored: dict[int, dict[int, GradedGroup]] = {}
@@ -397,9 +398,10 @@ class StreamWorld:
         self._log.write(action.step, row)
         if action.step > 0:
             self._console.step_line(action.step, row)
-            if (advice := self._drift.after_step(row)) is not None:
-                self._console.note(advice)
             self._sizing.after_step(row, spent.prefill_s + spent.decode_s, paces)
+        for hint in self._advice.after_step(action.step, row):
+            for line in hint.lines(self._store):
+                self._console.note(line)
 
     def _save(self, action: Save) -> None:
         # The store first: after a power cut a checkpoint must not know more than the store does.

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.config import Config
 from slipstream.files import replacing
 from slipstream.history.store import HistoryStore
+from slipstream.observe.advice import Advice
 from slipstream.observe.console import Console
 from slipstream.observe.ledger import Ledger
 from slipstream.observe.loggers import MetricLog
@@ -66,6 +67,7 @@ class StreamParts:
     log: MetricLog
     reports: Reports
     console: Console
+    advice: Advice
     kept_state: dict[str, Any]
     """Goes into every checkpoint as it is."""
     kept: Kept
@@ -177,6 +179,7 @@ def stream(
             log=parts.log,
             reports=parts.reports,
             console=parts.console,
+            advice=parts.advice,
             rows={first.step: row},
             kept_state=parts.kept_state,
             kept=parts.kept,

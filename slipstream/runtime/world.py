@@ -18,12 +18,12 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.strategy import DraftCounts
 from slipstream.history.store import HistoryStore
 from slipstream.models.weights import named_weights
+from slipstream.observe.advice import Advice
 from slipstream.observe.console import Advance, Console
 from slipstream.observe.ledger import Ledger, split_decoding
 from slipstream.observe.loggers import MetricLog
 from slipstream.observe.reports import Reports
 from slipstream.observe.store import RunStore
-from slipstream.runtime.advice import Lessons
 from slipstream.runtime.drafting import draft_choices, draft_metrics, remember
 from slipstream.runtime.evaluation import Interrupted, evaluate_sets
 from slipstream.runtime.learning import Learning
@@ -86,6 +86,7 @@ class LocalWorld:
         log: MetricLog,
         reports: Reports,
         console: Console,
+        advice: Advice,
         save_checkpoint: SaveCheckpoint,
         row: dict[str, float],
         stop_reason: Callable[[], str | None],
@@ -96,7 +97,6 @@ class LocalWorld:
         self._engine, self._trainer, self._desk = engine, trainer, desk
         self._selector, self._history = selector, history
         self._learner = None if learner is None else Learning(learner, trainer, engine, config, self._note)
-        self._lessons = Lessons(config.draft.source)
         self._ledger = Ledger()
         self._ledger.arrive(DEVICE, time.perf_counter())
         self._draft_s = 0.0
@@ -105,7 +105,7 @@ class LocalWorld:
         self._prompts, self._eval_sets = prompts, eval_sets
         self._order = PromptOrder(len(prompts), config.seed)
         self._sampling = SamplingParams(stop_token_ids=stop_token_ids, **config.sampling.model_dump())
-        self._store, self._log, self._reports, self._console = store, log, reports, console
+        self._store, self._log, self._reports, self._console, self._advice = store, log, reports, console, advice
         self._save_checkpoint = save_checkpoint
         self._row = row
         self._groups: dict[int, GradedGroup] = {}
@@ -295,8 +295,9 @@ class LocalWorld:
         self._log.write(action.step, self._row)
         if action.step > 0:
             self._console.step_line(action.step, self._row)
-            if (advice := self._lessons.after_step(self._row)) is not None:
-                self._console.note(advice)
+        for hint in self._advice.after_step(action.step, self._row):
+            for line in hint.lines(self._store):
+                self._console.note(line)
         self._row = {}
         return []
 

@@ -108,6 +108,24 @@ def recipes(
 
 
 @app.command()
+def init(
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="Your data: a .jsonl, .json or .parquet file.")],
+    out: Annotated[Path | None, typer.Option(help="The recipe to write; else DATA's name with .yaml, here.")] = None,
+    model: Annotated[str, typer.Option(help="Model to train: a folder, a hub id, smollm2 or tiny.")] = "smollm2",
+    prompt: Annotated[str | None, typer.Option(help="Column with the prompt, if it is not found.")] = None,
+    answer: Annotated[str | None, typer.Option(help="Column with the reference answer, if it is not found.")] = None,
+) -> None:
+    """Write a recipe for data of your own, after a look at its columns.
+
+    Prompts may be texts or messages, and files made for verl or SkyRL are understood. For example:
+    slipstream init train.jsonl --model Qwen/Qwen2.5-0.5B-Instruct
+    """
+    from slipstream.tasks.new_recipe import write_recipe
+
+    typer.echo("\n".join(write_recipe(data, out, model=model, prompt=prompt, answer=answer).lines))
+
+
+@app.command()
 def scale(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that is going on.")],
     rollout: Annotated[int, typer.Option(help="Processes that sample, from now on.", min=1)],

@@ -108,7 +108,8 @@ PURE = {
     "stream": [f"slipstream.stream.{name}" for name in ("editions", "fanout", "shelf")],
     "train": ["slipstream.train.algorithms", "slipstream.train.packing"],
     "tasks": [
-        f"slipstream.tasks.{name}" for name in ("procedural", "rows", "sources", "verifiers", "rewards", "grading")
+        f"slipstream.tasks.{name}"
+        for name in (*("columns", "grading", "new_recipe", "procedural", "rewards", "rows", "sources", "verifiers"),)
     ],
     "observe": [
         f"slipstream.observe.{name}"

@@ -30,7 +30,7 @@ from slipstream.types import Problem
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 WHAT_TO_WRITE = (
-    "write `task`, `math_verify`, a dotted path `package.module.name`, or `file.py:name`, of a function "
+    "write `task`, `math_verify`, `exact_match`, a dotted path `package.module.name`, or `file.py:name`, of a function "
     "f(completions, **columns) -> list[float] (TRL) or compute_score(data_source, solution_str, ground_truth, "
     "extra_info=None) -> float (verl)"
 )
@@ -118,7 +118,19 @@ def _built_in_math_verify() -> RewardCall:
     return RewardCall(lambda sample: verifiers.score_math(sample.problem.columns, sample.text), None, check)
 
 
-BUILT_INS: dict[str, Callable[[], RewardCall]] = {"task": _built_in_task, "math_verify": _built_in_math_verify}
+def _built_in_exact_match() -> RewardCall:
+    def check(problem: Problem) -> str | None:
+        known = any(problem.columns.get(column) is not None for column in ("answer", "ground_truth"))
+        return None if known else "exact_match needs a reference answer; set answer_column to the column that has it"
+
+    return RewardCall(lambda sample: verifiers.score_exact(sample.problem.columns, sample.text), None, check)
+
+
+BUILT_INS: dict[str, Callable[[], RewardCall]] = {
+    "task": _built_in_task,
+    "math_verify": _built_in_math_verify,
+    "exact_match": _built_in_exact_match,
+}
 
 
 def _load(function: str) -> Any:

@@ -21,6 +21,8 @@ from slipstream.types import Problem
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 ANSWER_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 REASONING_GYM = "reasoning_gym/"
+LONGEST_FORMULA = 300
+"""Characters of a reference answer that is taken for one."""
 
 
 def is_known_task(task: Any) -> bool:
@@ -75,6 +77,32 @@ def score_math(columns: Mapping[str, Any], text: str) -> float:
         raise ValueError(f"math_verify cannot read the reference answer {reference!r}")
     found = parse(text, parsing_timeout=None)
     return float(verify(gold, found, timeout_seconds=None, raise_on_error=True))
+
+
+def is_math(reference: str) -> bool:
+    """Whether math-verify can judge by this reference answer: a formula or a number, not words."""
+    from math_verify import parse
+
+    if not re.search(r"[0-9\\]", reference) or len(reference) > LONGEST_FORMULA:
+        return False
+    return bool(parse(_as_latex(reference), parsing_timeout=None))
+
+
+def score_exact(columns: Mapping[str, Any], text: str) -> float:
+    """1.0 if the response's answer is the reference: numbers by value, words whatever their case and blanks."""
+    answer = columns.get("answer")
+    given = str(columns.get("ground_truth") if answer is None else answer)
+    marked = procedural.final_answer(given)
+    reference = given.strip() if marked is None else marked
+    return float(_plain(extract_answer(text, reference)) == _plain(reference))
+
+
+def _plain(text: str) -> Decimal | str:
+    """A number by its value, other text without differences in case, blanks and a final stop."""
+    found = text.strip().removesuffix(".")
+    if NUMBER.fullmatch(found):
+        return Decimal(found.replace(",", ""))
+    return " ".join(found.casefold().split())
 
 
 def warm_math() -> None:

@@ -28,7 +28,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,18 @@ WORK = (
     ),
     *("workers", "min", "max", "ranks", "max_new_tokens", "max_prompt_tokens", "keep_last", "threads"),
 )
-LONG_COMMANDS = {("check",), ("bench", "engine")}
-"""They ask the hub for a model, or fill memory with as many sequences as they are told to."""
-VERDICTS = ("ran", "refused", "usage", "failed", "more work", "TRACEBACK", "HANG", "KILLED", "MUTE")
-"""ran: exit 0; refused: one sentence and exit 2; usage: an option that is none; failed: one sentence and exit 1; more
+LONG_COMMANDS = {("check",)}
+"""They ask the hub for a model."""
+SMALL_WORK = {
+    ("bench", "engine"): "--shapes tiny --batches 1 --new-tokens 16",
+    ("bench", "history"): "--shape tiny --batches 1 --likenesses 0.5 --new-tokens 16",
+    ("simulate",): "--steps 8 --prompts 8 --samples 2 --gpus 4",
+    ("plan",): "--prompts 8 --samples 2",
+}
+"""Options that come before those drawn, so that a command whose other options are right ends within the limit."""
+VERDICTS = ("ran", "refused", "late", "usage", "failed", "more work", "TRACEBACK", "HANG", "KILLED", "MUTE")
+"""ran: exit 0; refused: one sentence and exit 2; late: so, by `train` before its first step, for what only the model or
+the data shows; usage: an option that is none; failed: one sentence and exit 1; more
 work: accepted and not run. The rest are findings; mute: an exit code other than 0 and no sentence."""
 
 
@@ -179,7 +187,9 @@ class Fuzz:
             return what, asked
         if any(_asks_for_more(path, value) for path, value in drawn):
             return what, Outcome("more work", asked.seconds, "")
-        return what + " (train)", run(["train", str(recipe), "--quiet"], folder)
+        trained = run(["train", str(recipe), "--quiet"], folder)
+        late = replace(trained, verdict="late") if trained.verdict == "refused" else trained
+        return what + " (train)", late
 
     def data(self, chance: random.Random, folder: Path) -> tuple[str, Outcome]:
         import pyarrow
@@ -258,6 +268,9 @@ class Fuzz:
 
     def options(self, chance: random.Random, folder: Path) -> tuple[str, Outcome]:
         words = draw_words(chance, LONG_COMMANDS)
+        for command, options in SMALL_WORK.items():
+            if tuple(words[: len(command)]) == command:
+                words = [*command, *options.split(), *words[len(command) :]]
         return " ".join(f"{word:.60}" for word in words).encode("utf-8", "backslashreplace").decode(), run(
             words, folder
         )

@@ -101,8 +101,13 @@ def with_value(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def draw_setting(chance: random.Random) -> tuple[str, Any]:
+    """A setting and a value for it: two in three of a type that it takes, so that many are accepted."""
     path, info = chance.choice(list(settings()))
-    return path, chance.choice(values_for(info))
+    values = values_for(info)
+    kinds = [part for part in (info.annotation, *get_args(info.annotation)) if part in (int, float, str, bool)]
+    if kinds and chance.random() < 2 / 3:
+        values = [value for value in values if type(value) in kinds]
+    return path, chance.choice(values)
 
 
 def damage(content: bytes, chance: random.Random) -> bytes:

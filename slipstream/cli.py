@@ -467,7 +467,8 @@ def _raised_by_us(error: Exception) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("slipstream")
+    module = str(trace.tb_frame.f_globals.get("__name__", "")) if trace is not None else ""
+    return module.startswith("slipstream") or module == __name__  # "__main__" with `python -m slipstream.cli`
 
 
 def _fail(sentence: str, code: int) -> None:

@@ -147,8 +147,11 @@ def test_damaged_stores(tmp_path: Path) -> None:
         take(lambda: read_trace(run))
 
 
-def test_wrong_words_for_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_for_every_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Commands that would work for long once they accept are left to the long run."""
+    monkeypatch.chdir(tmp_path)
     chance = random.Random("options")
     long = {("bench", "engine"), ("bench", "history"), ("check",), ("simulate",), ("plan",)}
     for _ in range(60):

@@ -299,3 +299,22 @@ def test_an_answer_that_is_null_is_refused_as_a_missing_one_is(content: str, fun
         check_rewards(reward, problems)
     (tmp_path / "x.jsonl").write_text(content.replace("null", "2").replace("NaN", "2"))
     check_rewards(reward, load_problems(TaskSet(source=str(tmp_path / "x.jsonl")), "train/0"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("simulate --gpus 100000000", "--gpus: 100,000,000 GPUs are more than the 65,536"),
+        ("simulate --rent 100000000", "--rent: 100,000,000 GPUs are more than the 65,536"),
+        ("simulate --scaling 8,99999999999", "--scaling: 99,999,999,999 GPUs are more than the 65,536"),
+        ("simulate --steps 1000000", "1,000,000 steps of 128 prompts x 8 samples are more than the 5,000,000 rollouts"),
+        ("simulate --prompts 100000000", "rollouts that are simulated at most"),
+        ("simulate --size 1e308", "a model of 1e+308 billion weights cannot be"),
+        ("plan --gpus h100:99999999", "'h100:99999999': 99,999,999 GPUs are more than the 65,536"),
+        ("plan --gpus h100:8 --samples 100000000", "rollouts that are simulated at most"),
+    ],
+)
+def test_what_would_be_simulated_for_days_is_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, *words.split())

@@ -92,6 +92,21 @@ def typical_context(steps: Sequence[SimulatedStep]) -> float:
     return sum(length * length for length in lengths) / (2 * sum(lengths))
 
 
+MAX_BILLIONS = 100_000.0
+MAX_GPUS = 65_536
+"""Of one system; each is an object that every simulated event looks at."""
+
+
+def check_billions(billions: float) -> None:
+    if not 0 < billions <= MAX_BILLIONS:
+        raise ValueError(f"a model of {billions:g} billion weights cannot be: give its size, e.g. --size 7")
+
+
+def check_count(num_gpus: int, where: str) -> None:
+    if num_gpus > MAX_GPUS:
+        raise ValueError(f"{where}: {num_gpus:,} GPUs are more than the {MAX_GPUS:,} that are simulated at most")
+
+
 def costs_of(
     billions: float,
     gpu: Gpu,
@@ -101,8 +116,7 @@ def costs_of(
     curve: SpeedCurve | None = None,
 ) -> Costs:
     """`curve`: measured, of one worker; else it is reckoned."""
-    if not 0 < billions < math.inf:
-        raise ValueError(f"a model of {billions} billion weights cannot be: give its size, e.g. 7")
+    check_billions(billions)
     if training not in TRAINING_FLOPS:
         raise ValueError(f"unknown training '{training}'; known: {', '.join(TRAINING_FLOPS)}")
     size, context = gpus_a_worker(billions, gpu), typical_context(steps)

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import product
 from typing import Literal, get_args
 
-from slipstream.simulate.costs import BYTES, GPUS, Gpu, costs_of, gpus_a_worker
+from slipstream.simulate.costs import BYTES, GPUS, Gpu, check_billions, check_count, costs_of, gpus_a_worker
 from slipstream.simulate.study import best_result
 from slipstream.simulate.systems import SYSTEMS
 from slipstream.simulate.workloads import LongTail, SimulatedStep
@@ -65,6 +65,7 @@ class Offer:
             raise ValueError(f"'{text}' is not like h100:64 or h100:64@2.5 (kind:count@price an hour)") from None
         if offer.count < 1 or (offer.price is not None and not 0 < offer.price < math.inf):
             raise ValueError(f"'{text}': at least one GPU, and a price above 0")
+        check_count(offer.count, f"'{text}'")
         return offer
 
 
@@ -80,8 +81,7 @@ class Need:
     cheapest: Cheapest = "step"
 
     def __post_init__(self) -> None:
-        if not 0 < self.billions < math.inf:
-            raise ValueError(f"a model of {self.billions:g} billion weights cannot be: give its size, e.g. --size 7")
+        check_billions(self.billions)
         if self.target is not None and not 0 < self.target < math.inf:
             raise ValueError(f"--target {self.target:g}: rollouts a second are above 0, e.g. --target 10")
         if self.cheapest not in get_args(Cheapest):

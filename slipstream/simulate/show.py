@@ -20,7 +20,7 @@ from slipstream.observe.page import card, headline, page, sentence, table
 from slipstream.observe.store import RunStore, RunStoreError
 from slipstream.schedule.speeds import SpeedCurve, curve_of_bench
 from slipstream.simulate.against import Phase, foretell, read_config
-from slipstream.simulate.costs import GPUS, costs_of
+from slipstream.simulate.costs import GPUS, check_count, costs_of
 from slipstream.simulate.outcome import least_steps
 from slipstream.simulate.planning import Need, Offer, Plan, make_plans
 from slipstream.simulate.streamed import foretell_streamed
@@ -105,6 +105,8 @@ def show_comparison(
         raise ValueError(f"unknown GPU '{gpu}'; known: {', '.join(GPUS)}")
     if num_gpus < 1:
         raise ValueError(f"--gpus {num_gpus}: at least 1 is needed, and 2 where generation and training are apart")
+    for option, count in (("--gpus", num_gpus), ("--rent", rent), ("--scaling", max(scaling, default=0))):
+        check_count(count, option)
     chosen = choose_systems(systems)
     least = least_steps(max(system.rules.staleness for system in chosen.values()))
     if steps < least:

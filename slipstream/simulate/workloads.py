@@ -23,6 +23,10 @@ class SimulatedStep:
     """Tokens that training computes of each, where that is not all: groups of equal rewards teach nothing."""
 
 
+MAX_ROLLOUTS = 5_000_000
+"""Of a whole simulation, which would take some hours."""
+
+
 @dataclass(frozen=True, slots=True)
 class LongTail:
     median: float
@@ -38,6 +42,11 @@ class LongTail:
     def draw(
         self, *, num_prompts: int, prompts_per_step: int, samples: int, steps: int, seed: int
     ) -> list[SimulatedStep]:
+        if steps * prompts_per_step * samples > MAX_ROLLOUTS:
+            raise ValueError(
+                f"{steps:,} steps of {prompts_per_step:,} prompts x {samples:,} samples are more than the "
+                f"{MAX_ROLLOUTS:,} rollouts that are simulated at most: write fewer"
+            )
         order: list[int] = []
         drawn = []
         for step in range(1, steps + 1):

@@ -25,7 +25,8 @@ import torch
 from slipstream.config import Config, load_config
 from slipstream.models.loading import load_tokenizer
 from slipstream.models.rendering import render_prompts
-from slipstream.runtime.local import load_training_problems, run_training
+from slipstream.runtime.local import run_training
+from slipstream.runtime.prompts import load_training_problems
 from slipstream.schedule.order import PromptOrder
 from slipstream.tasks.verifiers import score_task
 

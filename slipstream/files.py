@@ -76,7 +76,13 @@ def read_text(path: Path, instead: str, *, max_bytes: int | None = None) -> str:
             size = os.fstat(file.fileno()).st_size
             raise ValueError(f"{shown(path)} has {size:,} bytes, and at most {max_bytes:,} are read here: {instead}")
         content = file.read()
-    return _decoded(content.removeprefix(codecs.BOM_UTF8), path, 1, instead)
+    return decoded(content.removeprefix(codecs.BOM_UTF8), path, 1, instead)
+
+
+def read_bytes(path: Path, instead: str) -> bytes:
+    """A UTF-8 file's bytes, without a byte order mark; `decoded` makes text of parts of them."""
+    with _reading(path, instead) as file:
+        return file.read().removeprefix(codecs.BOM_UTF8)
 
 
 def read_lines(path: Path, instead: str) -> Iterator[tuple[int, str]]:
@@ -88,7 +94,7 @@ def read_lines(path: Path, instead: str) -> Iterator[tuple[int, str]]:
         try:
             for number, line in enumerate(file, 1):
                 content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                yield number, _decoded(content, path, number, instead)
+                yield number, decoded(content, path, number, instead)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ValueError(f"{shown(path)} cannot be unpacked ({error}): {instead}") from None
 
@@ -109,10 +115,16 @@ def parse_json(text: str, where: str) -> Any:
         raise ValueError(f"{where}: nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:  # also a number of more digits than Python reads
         raise ValueError(f"{where}: not valid JSON: {error}") from None
-    # Only escapes can hold a surrogate, and only brackets nest: a glance at the text spares most rows the walk.
-    if _SURROGATE_ESCAPE.search(text) or text.count("[") + text.count("{") > MAX_DEPTH:
+    if needs_check(text):
         check_tree(value, where)
     return value
+
+
+def needs_check(text: str) -> bool:
+    """Only escapes can hold a surrogate, and only brackets nest: a glance at the text spares most rows the walk."""
+    return ("\\u" in text and _SURROGATE_ESCAPE.search(text) is not None) or text.count("[") + text.count(
+        "{"
+    ) > MAX_DEPTH
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -185,7 +197,8 @@ def _reading(path: Path, instead: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def _decoded(content: bytes, path: Path, line: int, instead: str) -> str:
+def decoded(content: bytes, path: Path, line: int, instead: str) -> str:
+    """The text of UTF-8 bytes that begin on this line of the file."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -109,12 +109,24 @@ PURE = {
     "train": ["slipstream.train.algorithms", "slipstream.train.packing"],
     "tasks": [
         f"slipstream.tasks.{name}"
-        for name in (*("columns", "grading", "new_recipe", "procedural", "rewards", "rows", "sources", "verifiers"),)
+        for name in ("grading", "procedural", "rewards", "rows", "sources", "tables", "verifiers")
     ],
     "observe": [
         f"slipstream.observe.{name}"
         for name in (
-            *("advice", "console", "curve", "figures", "ledger", "loggers", "metrics", "page", "report", "reports"),
+            *(
+                "advice",
+                "buckets",
+                "console",
+                "curve",
+                "figures",
+                "ledger",
+                "loggers",
+                "metrics",
+                "page",
+                "report",
+                "reports",
+            ),
             "store",
         )
     ],

@@ -18,8 +18,8 @@ from slipstream.observe.loggers import MetricLog
 from slipstream.runtime.traces import read_trace
 from slipstream.simulate.show import read_curve
 from slipstream.tasks.rewards import check_rewards
-from slipstream.tasks.rows import read_file
 from slipstream.tasks.sources import load_problems
+from slipstream.tasks.tables import read_file
 from slipstream.train.checkpoint import find_damage, latest_checkpoint, load_checkpoint
 
 ROW = {"prompt": "1+1", "answer": "2"}
@@ -108,7 +108,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
     assert load_config(tmp_path / "x.yaml").model == "tiny"
     (tmp_path / "x.jsonl").write_bytes(MARK + json.dumps(ROW).encode())
     (tmp_path / "x.json").write_bytes(MARK + json.dumps([ROW]).encode())
-    assert read_file(tmp_path / "x.jsonl") == read_file(tmp_path / "x.json") == [ROW]
+    assert list(read_file(tmp_path / "x.jsonl")) == list(read_file(tmp_path / "x.json")) == [ROW]
     (tmp_path / "rollouts.jsonl").write_bytes(MARK + json.dumps(ROLLOUT).encode())
     assert read_trace(tmp_path / "rollouts.jsonl")[0].token_ids == (1, 2)
     (tmp_path / "curve.json").write_bytes(MARK + json.dumps(CURVE).encode())
@@ -119,7 +119,7 @@ def test_what_looks_like_a_surrogate_pair_or_a_line_end_is_text(tmp_path: Path) 
     rows = [{"prompt": "\U0001f600 \u2028 \\\\ud800", "answer": "2"}] * 2
     lines = [json.dumps(row, ensure_ascii=number == 0) + "\r\n" for number, row in enumerate(rows)]
     (tmp_path / "x.jsonl").write_text("".join(lines))
-    assert read_file(tmp_path / "x.jsonl") == rows
+    assert list(read_file(tmp_path / "x.jsonl")) == rows
 
 
 GOOD_ROW = json.dumps(ROW).encode() + b"\n"
@@ -136,7 +136,7 @@ GOOD_ROW = json.dumps(ROW).encode() + b"\n"
         ("x.jsonl", "{}".encode("utf-16"), "x.jsonl, line 1: byte 0xff is not UTF-8"),
         ("x.json", b"[" + GOOD_ROW + b', "' + LATIN + b'"]', "x.json, line 2: byte 0xe9 is not UTF-8"),
         ("x.json", DEEP, "x.json: nested more than 100 levels deep"),
-        ("x.json", b"[" + LONE + b"]", "x.json: '\\ud800' holds half"),
+        ("x.json", b"[" + LONE + b"]", "x.json: row 0: '\\ud800' holds half"),
         ("x.parquet", b"PAR1" + bytes(range(256)) + b"PAR1", "x.parquet: not a readable parquet file"),
         ("x.parquet", b"", "x.parquet: not a readable parquet file"),
     ],
@@ -144,7 +144,7 @@ GOOD_ROW = json.dumps(ROW).encode() + b"\n"
 def test_a_data_file_that_cannot_be_read_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match="x") as caught:
-        read_file(tmp_path / name)
+        list(read_file(tmp_path / name))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -155,7 +155,7 @@ def test_a_parquet_string_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     bad = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([LATIN], pyarrow.binary()).buffers())
     pyarrow.parquet.write_table(pyarrow.table({"prompt": bad}), tmp_path / "x.parquet")
     with pytest.raises(ValueError, match=r"x\.parquet: not a readable parquet file: .*utf-8"):
-        read_file(tmp_path / "x.parquet")
+        list(read_file(tmp_path / "x.parquet"))
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,20 @@ def test_a_terminal_gets_bars_and_the_same_lines(monkeypatch: pytest.MonkeyPatch
     assert "\x1b[" in text and "step 12/80  reward 0.534" in text and "[not markup]" in text
 
 
+def test_a_phase_before_the_run_begins_has_its_bar_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    file = Terminal()
+    with Console(80, file=file) as console:
+        with console.phase("checking rows", 40):
+            pass
+        before = file.getvalue()
+        console.start_run(["head"])
+        with console.phase("rollout", 4):
+            pass
+    assert "checking rows" in before and "0/40" in before
+    assert "head" in file.getvalue() and "steps" in file.getvalue().removeprefix(before)
+
+
 def test_a_dumb_terminal_gets_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     assert "\x1b" not in run_through(Terminal())

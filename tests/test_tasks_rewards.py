@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.config import Reward, RewardFunction, TaskSet
+from slipstream.tasks import verifiers
 from slipstream.tasks.rewards import Sample, check_rewards, portable, resolve_reward, reward_names
 from slipstream.tasks.sources import load_problems
 from slipstream.tasks.verifiers import extract_answer, score_gsm8k, score_math, score_task
@@ -184,3 +186,22 @@ def test_reasoning_gym_scorers_judge_their_own_answers() -> None:
 def test_math_verify(answer: Any, text: str, value: float) -> None:
     assert score_math({"answer": answer}, text) == value
     assert score_math({"ground_truth": answer}, text) == value
+
+
+def test_problems_are_gone_through_once_for_all_functions_and_their_kinds_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(
+        "def first(completions, **columns): ...\n\n\ndef second(completions, source, **columns): ...\n"
+    )
+    functions = tuple(RewardFunction(function=f"{tmp_path / 'two.py'}:{name}") for name in ("first", "second"))
+    gone_through, kinds = list[int](), set[tuple[str, str]]()
+
+    def problems() -> Iterator[Problem]:
+        for index in range(5):
+            gone_through.append(index)
+            columns = {"task": "reasoning_gym/chain_sum", "task_params": {"min_terms": index % 2}, "source": 1}
+            yield Problem("train/0", index, ({"role": "user", "content": "?"},), columns if index < 4 else {})
+
+    with pytest.raises(ValueError, match="second' cannot judge problem 4 of train/0: it wants the column 'source'"):
+        check_rewards(Reward(functions=functions), verifiers.noting_tasks(problems(), kinds))
+    assert gone_through == [0, 1, 2, 3, 4]
+    assert kinds == {("chain_sum", '{"min_terms": 0}'), ("chain_sum", '{"min_terms": 1}')}

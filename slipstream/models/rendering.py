@@ -15,15 +15,18 @@ def render_prompts(
     tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], max_prompt_tokens: int
 ) -> list[Prompt]:
     """All prompts of a set; ValueError names the first that is too long."""
-    prompts = [render_prompt(tokenizer, problem) for problem in problems]
-    for prompt in prompts:
-        if len(prompt.token_ids) > max_prompt_tokens:
-            problem = prompt.problem
-            raise ValueError(
-                f"problem {problem.index} of {problem.source} has a prompt of {len(prompt.token_ids)} tokens, "
-                f"more than engine.max_prompt_tokens={max_prompt_tokens}; raise that, or leave the problem out"
-            )
-    return prompts
+    return [render_short_prompt(tokenizer, problem, max_prompt_tokens) for problem in problems]
+
+
+def render_short_prompt(tokenizer: PreTrainedTokenizerBase, problem: Problem, max_prompt_tokens: int) -> Prompt:
+    """ValueError if it is too long."""
+    prompt = render_prompt(tokenizer, problem)
+    if len(prompt.token_ids) > max_prompt_tokens:
+        raise ValueError(
+            f"problem {problem.index} of {problem.source} has a prompt of {len(prompt.token_ids)} tokens, "
+            f"more than engine.max_prompt_tokens={max_prompt_tokens}; raise that, or leave the problem out"
+        )
+    return prompt
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> Prompt:
@@ -46,20 +49,29 @@ def render_solution(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, max_new_tokens: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(prompt ids, response ids) of a worked solution, with the token that ends it."""
-    solution = prompt.problem.solution
-    if solution is None:
-        raise ValueError(
-            f"problem {prompt.problem.index} of {prompt.problem.source} has no worked solution, which the warm start "
-            "learns from; give the data a `solution` column, use a built-in task, or leave `warmup:` out"
-        )
+    return prompt.token_ids, solution_ids(tokenizer, prompt.problem, max_new_tokens)
+
+
+def solution_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem, max_new_tokens: int) -> tuple[int, ...]:
+    solution = worked_solution(problem)
     response = (*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
     if len(response) > max_new_tokens:
         raise ValueError(
-            f"problem {prompt.problem.index} of {prompt.problem.source} has a worked solution of {len(response)} "
+            f"problem {problem.index} of {problem.source} has a worked solution of {len(response)} "
             f"tokens, more than sampling.max_new_tokens={max_new_tokens}: the warm start would teach answers that are "
             "always cut; raise that, or make the task easier"
         )
-    return prompt.token_ids, response
+    return response
+
+
+def worked_solution(problem: Problem) -> str:
+    """ValueError if it has none."""
+    if problem.solution is None:
+        raise ValueError(
+            f"problem {problem.index} of {problem.source} has no worked solution, which the warm start "
+            "learns from; give the data a `solution` column, use a built-in task, or leave `warmup:` out"
+        )
+    return problem.solution
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

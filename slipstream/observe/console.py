@@ -68,13 +68,15 @@ class Console:
 
     @contextmanager
     def phase(self, name: str, total: int | None) -> Iterator[Advance]:
-        """A bar while the phase lasts, e.g. phase("rollout", 128); `total` None when it is not known. The total may
-        grow: see Advance."""
+        """A bar while the phase lasts, also before `start_run`, e.g. phase("rollout", 128); `total` None when it is not
+        known. The total may grow: see Advance."""
         if self._bars is None:
             yield _ignore
             return
         bars, started_s = self._bars, self._clock()
+        is_first = not bars.live.is_started
         task = bars.add_task(name, total=total, facts="")
+        bars.start()
         tokens, units = 0.0, total
         shown: dict[str, float] = {}
 
@@ -93,6 +95,8 @@ class Console:
             yield advance
         finally:
             bars.remove_task(task)
+            if is_first:
+                bars.stop()
 
     def step_line(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line for a finished step; `timing_s/step` feeds the estimate, else the time between calls does."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from slipstream.engine.engine import Engine
 from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_shape, load_tokenizer
 from slipstream.models.precision import use_batch_invariant_products
-from slipstream.models.rendering import render_prompts, render_solution, stop_token_ids
+from slipstream.models.rendering import render_prompts, stop_token_ids
 from slipstream.models.threads import threads
 from slipstream.models.weights import fingerprint
 from slipstream.observe.advice import Advice
@@ -61,7 +62,7 @@ from slipstream.runtime.folder import LESSONS_FOLDER, REFERENCE_FOLDER, VERSIONS
 from slipstream.runtime.heap import give_back, still_heap
 from slipstream.runtime.kept import Kept, recall
 from slipstream.runtime.pool import WorkerBroke
-from slipstream.runtime.prompts import check_length, hold_out, load_eval_problems, load_training_problems
+from slipstream.runtime.prompts import TrainingSet, check_length, load_eval_problems, open_training_problems
 from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.runtime.runtimes import Runtime, open_runtime
 from slipstream.runtime.stopping import StopFlag, stop_on_signals
@@ -129,14 +130,14 @@ def _train_once(
             use_batch_invariant_products()  # before the warm start multiplies
         source = config.model if checkpoint is None else str(checkpoint.path)
         tokenizer = load_tokenizer(source)
-        problems, eval_problems = load_training_problems(config), load_eval_problems(config)
+        problems, eval_problems = open_training_problems(config, console), load_eval_problems(config)
         longest = config.engine.max_prompt_tokens
         eval_sets = {name: render_prompts(tokenizer, items, longest) for name, items in eval_problems.items()}
-        prompts = hold_out(config, render_prompts(tokenizer, problems, longest), eval_sets, console)
-        limit = config.sampling.max_new_tokens
-        pairs = [render_solution(tokenizer, prompt, limit) for prompt in prompts] if config.warmup else []
-        every_problem = [*problems, *(problem for items in eval_problems.values() for problem in items)]
+        training = TrainingSet(config, tokenizer, problems, eval_sets)
+        every_problem = chain(training.examined(console), *eval_problems.values())
         grader = stack.enter_context(Grader(config.reward, every_problem))
+        prompts = training.prompts
+        pairs = training.pairs if config.warmup else ()
         if checkpoint is not None and _is_trained_elsewhere(config, checkpoint):
             model = load_shape(checkpoint.path)
         else:
@@ -147,7 +148,7 @@ def _train_once(
             config.train,
             config.algorithm,
             temperature=config.sampling.temperature,
-            max_new_tokens=limit,
+            max_new_tokens=config.sampling.max_new_tokens,
         )
         fixed_way(config)  # which says what is wrong with it
         check_warm_history(config)

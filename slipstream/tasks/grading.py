@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as CallTimeout
 from concurrent.futures.process import BrokenProcessPool
@@ -104,16 +104,18 @@ class _Group:
 class Grader:
     """Scores groups of rollouts in `reward.workers` processes, which start with it.
 
-    `problems`, all that may come, are checked against the reward, and what they need is imported before any clock runs.
+    `problems`, all that may come, are gone through once and not kept: they are checked against the reward, and what
+    they need is imported before any clock runs. A problem reaches a worker with the samples that it is graded for.
     """
 
-    def __init__(self, reward: Reward, problems: Sequence[Problem] = ()) -> None:
+    def __init__(self, reward: Reward, problems: Iterable[Problem] = ()) -> None:
         _check_main()
-        check_rewards(reward, problems)
+        tasks: set[tuple[str, str]] = set()
+        check_rewards(reward, verifiers.noting_tasks(problems, tasks))
         self._reward = reward
         self._names = reward_names(reward)
         self._functions = tuple(portable(spec.function) for spec in reward.functions)
-        self._warm = tuple(verifiers.tasks_to_warm(problems)) if "task" in self._functions else ()
+        self._warm = tuple(sorted(tasks)) if "task" in self._functions else ()
         self._groups: list[_Group] = []
         self._closed = False
         self.on_answer: Callable[[], None] | None = None

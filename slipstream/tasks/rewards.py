@@ -18,7 +18,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,15 +67,17 @@ def resolve_reward(function: str) -> RewardCall:
     return _adapt(function, found)
 
 
-def check_rewards(reward: Reward, problems: Sequence[Problem]) -> None:
-    """Raise ValueError for whatever can be known before the run: names, signatures, columns that are missing."""
-    for spec in reward.functions:
-        call = resolve_reward(spec.function)
-        for problem in problems:
-            lack = call.check(problem)
+def check_rewards(reward: Reward, problems: Iterable[Problem]) -> None:
+    """Raise ValueError for whatever can be known before the run: names, signatures, columns that are missing.
+
+    The problems are gone through once, after all functions are found."""
+    checks = [(spec.function, resolve_reward(spec.function).check) for spec in reward.functions]
+    for problem in problems:
+        for function, check in checks:
+            lack = check(problem)
             if lack:
                 raise ValueError(
-                    f"reward {spec.function!r} cannot judge problem {problem.index} of {problem.source}: {lack} "
+                    f"reward {function!r} cannot judge problem {problem.index} of {problem.source}: {lack} "
                     f"(its columns: {', '.join(problem.columns) or 'none'})"
                 )
 

@@ -9,55 +9,30 @@ reaches the reward functions unchanged; `answer` and `ground_truth` are added wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from slipstream.config import TaskSet
-from slipstream.files import parse_json, read_lines, read_text
+from slipstream.tasks.tables import Computed, rows_of
 from slipstream.types import Message, Problem
 
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
-INSTEAD = "give a .jsonl file (a JSON object on each line), a .json file (a list of objects) or a .parquet file"
 GROUND_TRUTH_HOLDERS = ("reward_model", "reward_spec")
 
 
-def read_file(path: Path) -> list[dict[str, Any]]:
-    """All rows of a .jsonl, .json (a list of objects) or .parquet file."""
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-        except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a string that is not UTF-8
-            raise ValueError(f"{path}: not a readable parquet file: {' '.join(str(error).split())}") from None
-        return list(rows)
-    if path.suffix == ".json":
-        tree = parse_json(read_text(path, INSTEAD), str(path))
-        if not isinstance(tree, list):
-            raise ValueError(f"{path}: a .json file must hold a list of objects; one object per line is .jsonl")
-        rows = tree
-    else:
-        rows = [parse_json(line, f"{path}:{n}") for n, line in read_lines(path, INSTEAD) if line.strip()]
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}: row {number} is {type(row).__name__}; every row must be an object with columns")
-    return rows
-
-
-def problems_of(rows: Iterable[Mapping[str, Any]], task_set: TaskSet, name: str, where: str) -> list[Problem]:
-    """One problem per row, at most task_set.size of them."""
-    kept = list(islice(rows, task_set.size))
-    if not kept:
+def problems_of(rows: Iterable[Mapping[str, Any]], task_set: TaskSet, name: str, where: str) -> Computed[Problem]:
+    """One problem per row, at most task_set.size of them, each made when it is asked for."""
+    table = rows_of(rows, task_set.size)
+    count = len(table) if task_set.size is None else min(len(table), task_set.size)
+    if not count:
         raise ValueError(f"{where} has no rows")
-    return [_problem(row, index, task_set, name, where) for index, row in enumerate(kept)]
+    return Computed(count, lambda index: _problem(table.item(index), index, task_set, name, where))
 
 
 def render(prompt: Any, task_set: TaskSet, where: str) -> tuple[Message, ...]:
     """A prompt, string or messages, with the recipe's template and system message."""
     if "{prompt}" not in task_set.template:
         raise ValueError(f"template {task_set.template!r} has no {{prompt}}: the question would be lost")
+    if isinstance(prompt, str) and task_set.system is None and prompt.strip():  # what most rows of large sets are
+        return ({"role": "user", "content": task_set.template.replace("{prompt}", prompt)},)
     messages = _messages(prompt, where)
     last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None:
@@ -78,12 +53,12 @@ def _problem(row: Mapping[str, Any], index: int, task_set: TaskSet, name: str, w
             f"{here} has no column {column!r}; it has {', '.join(map(str, row)) or 'none'}. "
             "Set prompt_column to the one with the question"
         )
-    columns = {key: value for key, value in row.items() if key != column}
+    columns = dict(row)
+    prompt = columns.pop(column)
     truth = columns.get("ground_truth")
     for holder in GROUND_TRUTH_HOLDERS:
-        held = row.get(holder)
-        if truth is None and isinstance(held, Mapping):
-            truth = held.get("ground_truth")
+        if truth is None and holder in row and isinstance(row[holder], Mapping):
+            truth = row[holder].get("ground_truth")
     if truth is not None:
         columns["ground_truth"] = truth
     answer = row.get(task_set.answer_column)
@@ -95,7 +70,7 @@ def _problem(row: Mapping[str, Any], index: int, task_set: TaskSet, name: str, w
     return Problem(
         source=name,
         index=index,
-        messages=render(row[column], task_set, here),
+        messages=render(prompt, task_set, here),
         columns=columns,
         solution=solution if isinstance(solution, str) else None,
     )

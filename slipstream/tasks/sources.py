@@ -1,4 +1,5 @@
-"""Where problems come from: `load_problems` turns a task set of the recipe into a list of problems.
+"""Where problems come from: `open_problems` turns a task set of the recipe into a sequence of problems, each made when
+it is asked for; `load_problems` makes them all.
 
 Owns the order in which a source is understood: built-in name, `reasoning_gym/<dataset>`, file, hub id. Invariants: the
 same task set gives the same problems in the same order; problems of a generated or built-in source carry `task` and all
@@ -9,6 +10,7 @@ Heavy libraries are imported by the source that needs them, so grading workers a
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +18,8 @@ from typing import Any
 
 from slipstream.config import TaskSet
 from slipstream.tasks.procedural import ANSWER_MARK, TASKS, make_exercise, resolve_params
-from slipstream.tasks.rows import FILE_SUFFIXES, problems_of, read_file, render
+from slipstream.tasks.rows import problems_of, render
+from slipstream.tasks.tables import FILE_SUFFIXES, Computed, read_file
 from slipstream.types import Problem
 
 REASONING_GYM = "reasoning_gym/"
@@ -25,7 +28,13 @@ CALCULATOR_MARK = re.compile(r"<<.*?>>")
 
 
 def load_problems(task_set: TaskSet, name: str) -> list[Problem]:
-    """The problems of one task set; `name` becomes their source, e.g. "train/0"."""
+    """All problems of one task set; `name` becomes their source, e.g. "train/0"."""
+    return list(open_problems(task_set, name))
+
+
+def open_problems(task_set: TaskSet, name: str, on_rows: Callable[[int], object] | None = None) -> Computed[Problem]:
+    """The problems of one task set. What is wrong with a row is raised when its problem is asked for, and what is wrong
+    with the task set at once. `on_rows`: see `read_file`."""
     source = task_set.source
     if source in TASKS:
         return _procedural(task_set, name)
@@ -35,29 +44,28 @@ def load_problems(task_set: TaskSet, name: str) -> list[Problem]:
         return _reasoning_gym(task_set, name)
     path = Path(source).expanduser()
     if path.suffix in FILE_SUFFIXES or path.is_file():
-        return _file(path, task_set, name)
+        return _file(path, task_set, name, on_rows)
     return _hub(task_set, name)
 
 
-def _procedural(task_set: TaskSet, name: str) -> list[Problem]:
+def _procedural(task_set: TaskSet, name: str) -> Computed[Problem]:
     task, size = task_set.source, _size(task_set)
     params, wording = resolve_params(task, task_set.params)
-    problems = []
-    for index in range(size):
+
+    def problem(index: int) -> Problem:
         exercise = make_exercise(task, params, task_set.seed, index)
-        problems.append(
-            Problem(
-                source=name,
-                index=index,
-                messages=render(getattr(exercise, wording), task_set, f"{task}: problem {index}"),
-                columns={"task": task, "answer": exercise.answer},
-                solution=exercise.solution,
-            )
+        return Problem(
+            source=name,
+            index=index,
+            messages=render(getattr(exercise, wording), task_set, f"{task}: problem {index}"),
+            columns={"task": task, "answer": exercise.answer},
+            solution=exercise.solution,
         )
-    return problems
+
+    return Computed(size, problem)
 
 
-def _reasoning_gym(task_set: TaskSet, name: str) -> list[Problem]:
+def _reasoning_gym(task_set: TaskSet, name: str) -> Computed[Problem]:
     from slipstream.tasks.gym import DATASETS, create_dataset
 
     dataset_name, size = task_set.source.removeprefix(REASONING_GYM), _size(task_set)
@@ -75,17 +83,19 @@ def _reasoning_gym(task_set: TaskSet, name: str) -> list[Problem]:
         raise ValueError(
             f"{task_set.source} refuses params {task_set.params}: {error}; it takes {', '.join(fields)}"
         ) from None
-    problems = []
-    for index in range(size):
+
+    @functools.cache  # some of its problems take long to make
+    def problem(index: int) -> Problem:
         entry = _plain(dataset[index])
         columns = {"task": task_set.source, "task_params": dict(task_set.params), "entry": entry}
         columns["answer"] = entry["answer"]
         messages = render(entry["question"], task_set, f"{task_set.source}: problem {index}")
-        problems.append(Problem(source=name, index=index, messages=messages, columns=columns))
-    return problems
+        return Problem(source=name, index=index, messages=messages, columns=columns)
+
+    return Computed(size, problem)
 
 
-def _gsm8k(task_set: TaskSet, name: str) -> list[Problem]:
+def _gsm8k(task_set: TaskSet, name: str) -> Computed[Problem]:
     unknown = sorted(set(task_set.params) - {"path"})
     if unknown:
         raise ValueError(f"gsm8k has no parameter {unknown[0]!r}; did you mean 'path'? It takes path")
@@ -103,7 +113,8 @@ def _gsm8k(task_set: TaskSet, name: str) -> list[Problem]:
         rows = read_file(path)
     # The data has its own column names; the recipe's prompt_column does not apply to a built-in task.
     columns = task_set.model_copy(update={"prompt_column": "question", "answer_column": "answer"})
-    return [_gsm8k_problem(problem, where) for problem in problems_of(rows, columns, name, where)]
+    problems = problems_of(rows, columns, name, where)
+    return Computed(len(problems), lambda index: _gsm8k_problem(problems.item(index), where))
 
 
 def _gsm8k_problem(problem: Problem, where: str) -> Problem:
@@ -116,7 +127,7 @@ def _gsm8k_problem(problem: Problem, where: str) -> Problem:
     return Problem(problem.source, problem.index, problem.messages, columns, solution)
 
 
-def _file(path: Path, task_set: TaskSet, name: str) -> list[Problem]:
+def _file(path: Path, task_set: TaskSet, name: str, on_rows: Callable[[int], object] | None) -> Computed[Problem]:
     if path.suffix not in FILE_SUFFIXES:
         raise ValueError(
             f"{path}: cannot read {path.suffix or 'a file without suffix'}; write {_listed(FILE_SUFFIXES)}"
@@ -126,10 +137,10 @@ def _file(path: Path, task_set: TaskSet, name: str) -> list[Problem]:
     if task_set.params:
         raise ValueError(f"{path}: a file takes no params, got {_listed(task_set.params)}")
     _no_split(task_set)
-    return problems_of(read_file(path), task_set, name, str(path))
+    return problems_of(read_file(path, on_rows), task_set, name, str(path))
 
 
-def _hub(task_set: TaskSet, name: str) -> list[Problem]:
+def _hub(task_set: TaskSet, name: str) -> Computed[Problem]:
     near = difflib.get_close_matches(task_set.source, [*TASKS, "gsm8k"], n=1, cutoff=0.75)
     hint = (
         f"A source is also a built-in task ({_listed([*TASKS, 'gsm8k'])}), {REASONING_GYM}<dataset>, "

@@ -11,7 +11,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -113,14 +113,13 @@ def warm_math() -> None:
     score_math({"answer": "\\frac{1}{2}"}, "$0.5$")
 
 
-def tasks_to_warm(problems: Iterable[Problem]) -> list[tuple[str, str]]:
-    """(reasoning-gym dataset, its parameters as JSON) of every kind among the problems."""
-    found = {
-        (task.removeprefix(REASONING_GYM), _frozen(problem.columns.get("task_params")))
-        for problem in problems
-        if isinstance(task := problem.columns.get("task"), str) and task.startswith(REASONING_GYM)
-    }
-    return sorted(found)
+def noting_tasks(problems: Iterable[Problem], tasks: set[tuple[str, str]]) -> Iterator[Problem]:
+    """The same problems; adds (reasoning-gym dataset, its parameters as JSON) of every kind among them to `tasks`."""
+    for problem in problems:
+        task = problem.columns.get("task")
+        if isinstance(task, str) and task.startswith(REASONING_GYM):
+            tasks.add((task.removeprefix(REASONING_GYM), _frozen(problem.columns.get("task_params"))))
+        yield problem
 
 
 def warm_tasks(tasks: Iterable[tuple[str, str]]) -> None:

@@ -13,7 +13,7 @@ from slipstream.config import build_config, dump_config
 from slipstream.observe import figures
 from slipstream.observe.ledger import Entry
 from slipstream.observe.metrics import evaluation_metrics, rollout_metrics
-from slipstream.observe.report import pick_samples, wall_time_s, write_report
+from slipstream.observe.report import pick_samples, some_rollouts, wall_time_s, write_report
 from slipstream.observe.store import RunStore
 from slipstream.types import Request, Rollout, SamplingParams, Scored, Unscored
 
@@ -118,14 +118,22 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wall_time_counts_each_second_once() -> None:
+def seconds_of(folder: Path, metrics: dict[str, dict[int, float]]) -> float:
+    with RunStore(folder) as store:
+        for name, series in metrics.items():
+            for step, value in series.items():
+                store.add_metrics(step, {name: value})
+        return wall_time_s(store)
+
+
+def test_wall_time_counts_each_second_once(tmp_path: Path) -> None:
     metrics = {"timing_s/step": {1: 5.0, 2: 6.0}, "timing_s/gen": {1: 4.0, 2: 4.0}, "timing_s/eval": {0: 3.0, 2: 1.0}}
-    assert wall_time_s(metrics) == 14.0
+    assert seconds_of(tmp_path, metrics) == 14.0
 
 
-def test_wall_time_counts_the_warm_start_and_checkpoints() -> None:
+def test_wall_time_counts_the_warm_start_and_checkpoints(tmp_path: Path) -> None:
     metrics = {"timing_s/step": {1: 5.0, 2: 6.0}, "timing_s/warmup": {0: 7.0}, "timing_s/save": {2: 2.0}}
-    assert wall_time_s(metrics) == 20.0
+    assert seconds_of(tmp_path, metrics) == 20.0
     figure = figures.time_stack(metrics | {"timing_s/gen": {1: 5.0, 2: 6.0}})
     assert figure is not None
     assert [(trace["name"], trace["x"]) for trace in figure["data"]] == [
@@ -149,7 +157,7 @@ def test_picks_are_distinct(tmp_path: Path) -> None:
         for count in (0, 1, 2, 3, 9):
             items = [scored(f"{count}/0/{i}", i % 5) for i in range(count)]
             store.add_rollouts(count, "train", "s", {f"{count}/0": ("k", "q")}, items)
-            picks = pick_samples(store.rollouts(step=count))
+            picks = pick_samples(store, some_rollouts(store, count))
             assert len({item.uid for _, item in picks}) == len(picks) == min(count, 3)
         assert [(why, item.reward) for why, item in picks] == [("best", 4), ("median", 2), ("worst", 0)]
 

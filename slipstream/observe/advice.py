@@ -12,7 +12,7 @@ import math
 import re
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -142,7 +142,11 @@ class Advice:
         for name, series in metrics.items():
             for step, value in series.items():
                 rows.setdefault(step, {})[name] = value
-        return [hint for step in sorted(rows) for hint in self.after_step(step, rows[step])]
+        return self.replay_rows(sorted(rows.items()))
+
+    def replay_rows(self, rows: Iterable[tuple[int, Row]]) -> list[Hint]:
+        """The same of (step, its metrics), steps ascending."""
+        return [hint for step, row in rows for hint in self.after_step(step, row)]
 
     def verdict(self) -> list[str]:
         """What is wrong with the run as a whole, for its last lines; nothing for one that has learned."""

@@ -13,11 +13,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slipstream.observe.buckets import Series, bad_steps, stacked, width_of
 from slipstream.observe.ledger import ACCOUNTS, Entry
 from slipstream.observe.metrics import draft_share_name, percentile
 from slipstream.types import ORIGIN_NAMES
 
-Series = Mapping[int, float]
 Metrics = Mapping[str, Series]
 Figure = dict[str, Any]
 
@@ -49,6 +49,8 @@ HEALTH = {
     "reward/unscored": "Samples not scored",
 }
 _SMOOTH_STEPS = 5
+MOST_SINGLE = 120
+"""Points or bars that are drawn so that each can be told from the next."""
 
 
 def reward_curve(metrics: Metrics) -> Figure | None:
@@ -56,9 +58,10 @@ def reward_curve(metrics: Metrics) -> Figure | None:
     if not metrics.get("reward/mean"):
         return None
     reward = metrics["reward/mean"]
+    width = width_of(reward)
     traces = [
-        _line("each step", reward, BLUE, width=1.5, opacity=0.4),
-        _line(f"mean of {_SMOOTH_STEPS} steps", _running_mean(reward), BLUE, width=3),
+        _line("each step" if width == 1 else f"mean of {width} steps", reward, BLUE, width=1.5, opacity=0.4),
+        _line(f"mean of {_SMOOTH_STEPS * width} steps", _running_mean(reward), BLUE, width=3),
     ]
     names = [name for name in metrics if re.fullmatch(r"reward/.+/mean", name)]
     parts = {name.removeprefix("reward/").removesuffix("/mean"): metrics[name] for name in names}
@@ -78,11 +81,12 @@ def evaluation_curve(metrics: Metrics) -> Figure | None:
     traces = []
     for i, name in enumerate(sorted(names)):
         label, colour = name.removeprefix("eval/"), CYCLE[i % len(CYCLE)]
-        traces.append(_line(label, metrics[name], colour, mode="lines+markers"))
+        mode = "lines+markers" if len(metrics[name]) <= MOST_SINGLE else "lines"
+        traces.append(_line(label, metrics[name], colour, mode=mode))
         passed = name.replace("/avg@", "/pass@")
         if passed in metrics and not name.endswith("@1"):
             label = passed.removeprefix("eval/")
-            traces.append(_line(label, metrics[passed], colour, width=1.5, dash="dash", mode="lines+markers"))
+            traces.append(_line(label, metrics[passed], colour, width=1.5, dash="dash", mode=mode))
     figure = _figure(traces, "score")
     if any(0 in metrics[name] for name in names):
         figure["layout"]["shapes"] = [
@@ -112,19 +116,19 @@ def length_bands(lengths_by_step: Mapping[int, Sequence[int]]) -> Figure | None:
 
 def time_stack(metrics: Metrics) -> Figure | None:
     """Seconds of each phase, stacked by step; what timing_s/step has beyond the phases it covers is "other"."""
-    timed = {name: metrics[name] for name in PHASES if metrics.get(name)}
+    timed = {name: stacked(metrics[name]) for name in PHASES if metrics.get(name)}
     if not timed:
         return None
     traces = [_bars(*PHASES[name], series) for name, series in timed.items()]
     covered = [series for name, series in timed.items() if name not in BETWEEN_STEPS]
+    whole = stacked(metrics.get("timing_s/step", {}))
     other = {
-        step: max(0.0, total - sum(series.get(step, 0.0) for series in covered))
-        for step, total in metrics.get("timing_s/step", {}).items()
+        step: max(0.0, step_s - sum(series.get(step, 0.0) for series in covered)) for step, step_s in whole.items()
     }
-    if sum(other.values()) > 0.01 * sum(metrics.get("timing_s/step", {}).values()):
+    if sum(other.values()) > 0.01 * sum(whole.values()):
         traces.append(_bars("other", GREY, other))
     figure = _figure(traces, "seconds")
-    figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
+    figure["layout"] |= _stacking(traces)
     return figure
 
 
@@ -158,7 +162,7 @@ def ledger_stack(entries: Sequence[Entry]) -> Figure | None:
         series[entry.step] = series.get(entry.step, 0.0) + entry.seconds
     traces = [_bars(name, LEDGER_COLOURS[name], series) for name, series in by_account.items() if any(series.values())]
     figure = _figure(traces, "device-seconds")
-    figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
+    figure["layout"] |= _stacking(traces)
     return figure
 
 
@@ -177,12 +181,12 @@ def draft_shares(metrics: Metrics) -> Figure | None:
     if not any(shares.values()):
         return None
     traces = [
-        _bars(ORIGIN_NAMES[origin], ORIGIN_COLOURS[origin], series) | {"hovertemplate": "%{y:.1%}"}
+        _bars(ORIGIN_NAMES[origin], ORIGIN_COLOURS[origin], stacked(series)) | {"hovertemplate": "%{y:.1%}"}
         for origin, series in shares.items()
         if series
     ]
     figure = _figure(traces, "share of tokens")
-    figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
+    figure["layout"] |= _stacking(traces)
     figure["layout"]["yaxis"] |= {"range": [0, 1], "tickformat": ".0%"}
     return figure
 
@@ -230,9 +234,9 @@ def health_curve(metrics: Metrics, name: str) -> Figure | None:
     series = metrics[name]
     traces = [_line(name, series, BLUE)]
     finite = [value for value in series.values() if math.isfinite(value)]
-    if len(finite) < len(series):
+    if steps := bad_steps(series):
         floor = min(finite, default=0.0)
-        bad = {step: floor for step, value in series.items() if not math.isfinite(value)}
+        bad = dict.fromkeys(sorted(steps), floor)
         marker = {"symbol": "x", "size": 9, "color": RED}
         traces.append(_line("not a number", bad, RED, mode="markers") | {"marker": marker})
     figure = _figure(traces, "", legend=False)
@@ -328,6 +332,12 @@ def _line(
         "line": {"color": colour, "width": width, "dash": dash},
         "hovertemplate": "%{y:.4~g}",
     }
+
+
+def _stacking(traces: Sequence[Figure]) -> Figure:
+    """Gaps between bars, unless these are as thin as the gaps would be."""
+    is_dense = any(len(trace["x"]) > MOST_SINGLE for trace in traces)
+    return {"barmode": "stack", "bargap": 0 if is_dense else 0.15}
 
 
 def _bars(name: str, colour: str, series: Series) -> Figure:

@@ -13,6 +13,8 @@ from slipstream.observe.store import StoredRollout
 
 _OPEN_CHARACTERS = 320
 """Longer text is folded: its beginning shows, a click opens the rest."""
+_SHOWN_CHARACTERS = 100_000
+"""Of a text in all: a page with a dozen samples stays small enough for a browser."""
 
 STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #16191d; --soft: #667080; --edge: #e2e6ea;
@@ -116,9 +118,12 @@ def folded(text: str, limit: int = _OPEN_CHARACTERS) -> str:
     if len(text) <= limit:
         return f'<pre class="box">{escape(text)}</pre>'
     short = f'<pre class="box short">{escape(text[:limit])}…</pre><span class="more short">'
+    how_much = f"all {len(text):,} characters"
+    if len(text) > _SHOWN_CHARACTERS:
+        how_much = f"{_SHOWN_CHARACTERS:,} of {len(text):,} characters; the others are in run.db only"
     return (
-        f"<details><summary>{short}show all {len(text):,} characters</span></summary>"
-        f'<pre class="box">{escape(text)}</pre></details>'
+        f"<details><summary>{short}show {how_much}</span></summary>"
+        f'<pre class="box">{escape(text[:_SHOWN_CHARACTERS])}</pre></details>'
     )
 
 

@@ -1,7 +1,7 @@
 """A run's report and trace while it goes on: written at checkpoints, beside the run, and once more when it ends.
 
-They read all that a run has stored, which takes longer and more memory the longer it goes on: so a process of its own
-writes them, not more often than REFRESH_S, and the run neither waits nor grows.
+They take some seconds and memory of their own: so a process of its own writes them, not more often than REFRESH_S, and
+the run neither waits nor grows.
 """
 
 from __future__ import annotations

@@ -17,16 +17,21 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
 
+from slipstream.observe.buckets import MOST_POINTS, Buckets, Curve, Part, width_for
 from slipstream.observe.ledger import Entry
 from slipstream.types import Scored, Unscored
 
 SCHEMA_VERSION = 1
+FETCHED_ROWS = 1000
+"""Of a result that is read bit by bit."""
 RolloutKind = Literal["train", "eval"]
 
 _SCHEMA = """
@@ -42,12 +47,14 @@ CREATE INDEX IF NOT EXISTS rollouts_by_prompt ON rollouts (prompt_key, step);
 CREATE TABLE IF NOT EXISTS drafts (uid TEXT PRIMARY KEY, origins BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, step INTEGER NOT NULL, at_s REAL NOT NULL, name TEXT NOT NULL, payload TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS events_by_name ON events (name, id);
 CREATE TABLE IF NOT EXISTS metrics (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL, PRIMARY KEY (step, name))
     WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS ledger (
     step INTEGER NOT NULL, device TEXT NOT NULL, account TEXT NOT NULL, seconds REAL NOT NULL,
     PRIMARY KEY (step, device, account)) WITHOUT ROWID;
 """
+_BUCKET = "CASE WHEN step <= 0 THEN 0 ELSE 1 + (step - 1) / :width END"
 _COLUMNS = (
     "uid, step, kind, set_name, prompt_key, prompt_text, grp, sample, seed, token_ids, logprobs, text, reward, parts, "
     "fault, finish_reason, length, first_version, last_version"
@@ -100,12 +107,26 @@ class StoredEvent:
     payload: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutFacts:
+    """What the simulator asks of a stored rollout: nothing of its text or tokens."""
+
+    step: int
+    uid: str
+    prompt_key: str
+    group: str
+    reward: float | None
+    length: int
+
+
 class RunStore:
     """Open `<run_dir>/run.db`, creating it unless `read_only`. Methods may be called from any thread, one at a time."""
 
     def __init__(self, run_dir: Path, read_only: bool = False) -> None:
         self.path = Path(run_dir) / "run.db"
         self._lock = threading.RLock()
+        self.rows_read = 0
+        """Rows that queries have answered with, so far: what a reader has looked at one by one."""
         if read_only and not self.path.is_file():
             raise RunStoreError(f"{self.path}: no such file; give the folder of a run (it holds run.db)")
         with self._faults_named():
@@ -200,9 +221,27 @@ class RunStore:
 
     def ledger(self) -> list[Entry]:
         """By step and device; empty for a run from before there was one."""
-        if not self._read("SELECT 1 FROM sqlite_master WHERE name = 'ledger'"):
+        if not self._has_table("ledger"):
             return []
         return [Entry(*row) for row in self._read("SELECT * FROM ledger ORDER BY step, device, account")]
+
+    def ledger_by_step(self, buckets: Buckets) -> list[Entry]:
+        """Seconds a step, by account, all devices together; one entry a bucket and account."""
+        if not self._has_table("ledger"):
+            return []
+        query = f"SELECT {_BUCKET} AS bucket, account, sum(seconds) FROM ledger GROUP BY bucket, account"
+        return [
+            Entry(buckets.ends[bucket], "all", account, seconds / buckets.num_steps[bucket])
+            for bucket, account, seconds in self._read(query, {"width": buckets.width})
+            if bucket in buckets.ends
+        ]
+
+    def ledger_by_device(self) -> list[Entry]:
+        """Seconds of the whole run, by device and account."""
+        if not self._has_table("ledger"):
+            return []
+        query = "SELECT max(step), device, account, sum(seconds) FROM ledger GROUP BY device, account"
+        return [Entry(*row) for row in self._read(query)]
 
     def forget_after(self, trained_step: int, recorded_step: int) -> None:
         """For a resume: forget training rollouts and events of steps after `trained_step`, and evaluations and metrics
@@ -221,12 +260,68 @@ class RunStore:
         with self._lock, self._faults_named():
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
-    def metrics_by_name(self) -> dict[str, dict[int, float]]:
+    def metrics_by_name(self, first_step: int | None = None) -> dict[str, dict[int, float]]:
         """{name: {step: value}}, steps ascending."""
         found: dict[str, dict[int, float]] = {}
-        for step, name, value in self._read("SELECT step, name, value FROM metrics ORDER BY step, name"):
+        query = "SELECT step, name, value FROM metrics WHERE ?1 IS NULL OR step >= ?1 ORDER BY step, name"
+        for step, name, value in self._read(query, (first_step,)):
             found.setdefault(name, {})[step] = math.nan if value is None else value
         return found
+
+    def metric_rows(self, first_step: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
+        """(step, its metrics) from this step on, one after another."""
+        query = "SELECT step, name, value FROM metrics WHERE step >= ? ORDER BY step, name"
+        for step, rows in groupby(self._each(query, (first_step,)), key=itemgetter(0)):
+            yield step, {name: math.nan if value is None else value for _, name, value in rows}
+
+    def newest_step(self) -> int:
+        """That has metrics; 0 if none has."""
+        return self._read("SELECT max(step) FROM metrics")[0][0] or 0
+
+    def buckets(self, most_points: int = MOST_POINTS) -> Buckets:
+        """How the recorded steps are put together to be shown in at most so many points, and one for step 0."""
+        width = width_for(self.newest_step(), most_points)
+        query = f"SELECT {_BUCKET} AS bucket, max(step), count(DISTINCT step) FROM metrics GROUP BY bucket"
+        rows = self._read(query, {"width": width})
+        return Buckets(width, {row[0]: row[1] for row in rows}, {row[0]: row[2] for row in rows})
+
+    def curves(self, buckets: Buckets) -> dict[str, Curve]:
+        """All metrics. One with few values has them all, whatever the buckets are."""
+        # SQLite takes a bare column (value) from the row that has the max().
+        query = (
+            f"SELECT name, {_BUCKET} AS bucket, max(step), value, avg(value), total(value), count(value), count(*) "
+            "FROM metrics GROUP BY name, bucket"
+        )
+        parts: dict[str, list[Part]] = {}
+        for name, bucket, last_step, last, mean, total, num_good, num_all in self._read(
+            query, {"width": buckets.width}
+        ):
+            value, mean = (math.nan if one is None else one for one in (last, mean))
+            parts.setdefault(name, []).append(Part(bucket, last_step, value, mean, total, num_all, num_all - num_good))
+        few = [name for name, found in parts.items() if sum(part.count for part in found) <= len(buckets.ends)]
+        few = few if buckets.width > 1 else []
+        each: dict[str, dict[int, float]] = {}
+        query = f"SELECT step, name, value FROM metrics WHERE name IN ({', '.join('?' * len(few))}) ORDER BY step"
+        for step, name, value in self._read(query, tuple(few)):
+            each.setdefault(name, {})[step] = math.nan if value is None else value
+        return {name: Curve(found, buckets, each.get(name)) for name, found in parts.items()}
+
+    def metric(self, step: int, name: str) -> float | None:
+        rows = self._read("SELECT value FROM metrics WHERE step = ? AND name = ?", (step, name))
+        return rows[0][0] if rows else None
+
+    def seconds(self, whole: str, parts: Sequence[str], beside: Sequence[str]) -> float:
+        """Summed over the steps: the metric `whole` where a step has it, else `parts`; and `beside` in any case."""
+        names = {"whole": (whole,), "parts": parts, "beside": beside}
+        sums = ", ".join(
+            f"total(value) FILTER (WHERE name IN ({', '.join('?' * len(found))})) AS {label}"
+            for label, found in names.items()
+        )
+        query = (
+            "SELECT total(CASE WHEN has_whole THEN whole ELSE parts END + beside) FROM "
+            f"(SELECT {sums}, max(name = ?) AS has_whole FROM metrics GROUP BY step)"
+        )
+        return float(self._read(query, (*(name for found in names.values() for name in found), whole))[0][0])
 
     def rollouts(
         self,
@@ -242,12 +337,62 @@ class RunStore:
         )
         return [_stored_rollout(row) for row in rows]
 
+    def rollout_facts(self, kind: RolloutKind = "train", first_step: int = 0) -> Iterator[RolloutFacts]:
+        """As `rollouts` of these steps, one after another and without texts and tokens."""
+        query = (
+            "SELECT step, uid, prompt_key, grp, reward, length FROM rollouts WHERE kind = ? AND step >= ? "
+            "ORDER BY step, set_name, grp, sample, uid"
+        )
+        for row in self._each(query, (kind, first_step)):
+            yield RolloutFacts(*row)
+
+    def rollout(self, row: int) -> StoredRollout:
+        """By the number of its row, as `rows_of_step` has it."""
+        return _stored_rollout(self._read(f"SELECT {_COLUMNS} FROM rollouts WHERE rowid = ?", (row,))[0])
+
+    def reward(self, row: int) -> tuple[float | None, str]:
+        """And the uid."""
+        reward, uid = self._read("SELECT reward, uid FROM rollouts WHERE rowid = ?", (row,))[0]
+        return reward, uid
+
+    def rows_of_step(self, step: int, kind: RolloutKind = "train") -> list[tuple[int, int]]:
+        """(number of its row, length in tokens) of each rollout, ascending by length; answered from an index."""
+        query = "SELECT rowid, length FROM rollouts WHERE kind = ? AND step = ? ORDER BY length, rowid"
+        return self._read(query, (kind, step))
+
+    def num_rollouts(self, step: int, kind: RolloutKind = "train") -> int:
+        return int(self._read("SELECT count(*) FROM rollouts WHERE kind = ? AND step = ?", (kind, step))[0][0])
+
     def origins_of(self, uid: str) -> tuple[int, ...]:
         """Where each token of a rollout came from (types.ORIGIN_NAMES); empty if it was sampled without a drafter."""
-        if not self._read("SELECT 1 FROM sqlite_master WHERE name = 'drafts'"):
+        if not self._has_table("drafts"):
             return ()  # a run from before drafts
         rows = self._read("SELECT origins FROM drafts WHERE uid = ?", (uid,))
         return tuple(rows[0][0]) if rows else ()
+
+    def some_steps(self, most: int, kind: RolloutKind = "train") -> list[int]:
+        """At most so many of the steps that have rollouts, evenly spread, the first and the last among them; each is
+        looked up in an index."""
+        ends = [self._read(f"SELECT {end}(step) FROM rollouts WHERE kind = ?", (kind,))[0][0] for end in ("min", "max")]
+        if ends[0] is None:
+            return []
+        first, last = ends
+        parts = max(1, most - 1)
+        wanted = {first + ((last - first) * place + parts // 2) // parts for place in range(most)}
+        nearest = "SELECT max(step) FROM rollouts WHERE kind = ? AND step <= ?"
+        return sorted({self._read(nearest, (kind, step))[0][0] for step in wanted if step <= last})
+
+    def newest_steps(self, most: int, kind: RolloutKind = "train") -> list[int]:
+        """The last steps that have rollouts, ascending; each is looked up in an index."""
+        found: list[int] = []
+        below = math.inf
+        while len(found) < most:
+            query = "SELECT max(step) FROM rollouts WHERE kind = ? AND step < ?"
+            below = self._read(query, (kind, below))[0][0]
+            if below is None:
+                break
+            found.append(below)
+        return found[::-1]
 
     def lengths_by_step(self, kind: RolloutKind = "train") -> dict[int, list[int]]:
         """{step: response lengths in tokens, ascending}; answered from an index, no text is read."""
@@ -260,10 +405,33 @@ class RunStore:
 
     def events(self, name: str | None = None) -> list[StoredEvent]:
         """In the order they were added."""
-        rows = self._read(
-            "SELECT step, at_s, name, payload FROM events WHERE ?1 IS NULL OR name = ?1 ORDER BY id", (name,)
-        )
-        return [StoredEvent(step, at_s, event, json.loads(payload)) for step, at_s, event, payload in rows]
+        query = "SELECT step, at_s, name, payload FROM events "
+        if name is None:
+            rows = self._read(query + "ORDER BY id")
+        else:
+            rows = self._read(query + "WHERE name = ? ORDER BY id", (name,))
+        return [_stored_event(row) for row in rows]
+
+    def newest_events(self, most: int, names: Sequence[str] | None = None) -> list[StoredEvent]:
+        """The last so many events, or so many of each of these names, in the order they were added."""
+        query = "SELECT step, at_s, name, payload, id FROM events "
+        end = "ORDER BY id DESC LIMIT ?"
+        if names is None:
+            rows = self._read(query + end, (most,))
+        else:
+            rows = [row for name in names for row in self._read(query + "WHERE name = ? " + end, (name, most))]
+        return [_stored_event(row[:-1]) for row in sorted(rows, key=lambda row: row[-1])]
+
+    def first_event(self) -> StoredEvent | None:
+        rows = self._read("SELECT step, at_s, name, payload FROM events ORDER BY id LIMIT 1")
+        return _stored_event(rows[0]) if rows else None
+
+    def num_events(self, *names: str) -> int:
+        """Of these names; of all without any."""
+        if not names:
+            return int(self._read("SELECT count(*) FROM events")[0][0])
+        marks = ", ".join("?" * len(names))
+        return int(self._read(f"SELECT count(*) FROM events WHERE name IN ({marks})", names)[0][0])
 
     def close(self) -> None:
         with self._lock, self._faults_named():
@@ -275,9 +443,27 @@ class RunStore:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _read(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    def _read(self, query: str, values: tuple[Any, ...] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:
         with self._lock, self._faults_named():
-            return self._connection.execute(query, values).fetchall()
+            rows = self._connection.execute(query, values).fetchall()
+            self.rows_read += len(rows)
+            return rows
+
+    def _each(self, query: str, values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """As `_read`, a few rows at a time."""
+        with self._lock, self._faults_named():
+            cursor = self._connection.execute(query, values)
+        while True:
+            with self._lock, self._faults_named():
+                rows = cursor.fetchmany(FETCHED_ROWS)
+            if not rows:
+                return
+            self.rows_read += len(rows)
+            yield from rows
+
+    def _has_table(self, name: str) -> bool:
+        """False for a run from before there was one."""
+        return bool(self._read("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)))
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -328,6 +514,11 @@ def _rollout_row(
 def _storable(text: str) -> str:
     # A grader's message may hold a lone surrogate (a file name that is not UTF-8), which SQLite refuses.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _stored_event(row: tuple[Any, ...]) -> StoredEvent:
+    step, at_s, name, payload = row
+    return StoredEvent(step, at_s, name, json.loads(payload))
 
 
 def _stored_rollout(row: tuple[Any, ...]) -> StoredRollout:

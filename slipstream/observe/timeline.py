@@ -22,13 +22,19 @@ PHASES = {
     "evaluation": ("Evaluate", "Evaluated"),
     "checkpoint": ("Save", "Saved"),
 }
+PRESENCE = ("RunBegan", "WorkerJoined", "WorkerLeft")
+HAPPENINGS = ("WorkerJoined", "WorkerLeft", "WorkersWanted", "TakeBack")
+TRACED_EVENTS = 50_000
+"""Of the event log; Perfetto opens what becomes of them in a second or two."""
+TRACED_STAYS = 2_000
+"""Events by which workers came and went that are read beside those: who came earlier may still be there."""
 
 
-def spans(events: Iterable[StoredEvent]) -> list[dict[str, Any]]:
-    """Complete ("X") events of the Chrome trace format, one row a phase, times in microseconds from the first event."""
+def spans(events: Iterable[StoredEvent], first_s: float | None = None) -> list[dict[str, Any]]:
+    """Complete ("X") events of the Chrome trace format, one row a phase, times in microseconds from `first_s`, by
+    default the first event."""
     began: dict[tuple[str, int], float] = {}
     found: list[dict[str, Any]] = []
-    first_s: float | None = None
     for event in events:
         first_s = event.at_s if first_s is None else first_s
         if event.name == "RunBegan":
@@ -50,8 +56,8 @@ def _span(
     return {"name": name, "cat": kind, "ph": "X", "ts": at, "dur": duration, "pid": 1, "tid": row, "args": details}
 
 
-def stays(events: Sequence[StoredEvent]) -> dict[str, list[tuple[float, float]]]:
-    """{worker: [(from, to)]}; whoever never left is there to the end."""
+def stays(events: Sequence[StoredEvent], end_s: float | None = None) -> dict[str, list[tuple[float, float]]]:
+    """{worker: [(from, to)]}; whoever never left is there to the end, by default that of the events."""
     found: dict[str, list[tuple[float, float]]] = {}
     since: dict[str, float] = {}
     for event in events:
@@ -66,7 +72,7 @@ def stays(events: Sequence[StoredEvent]) -> dict[str, list[tuple[float, float]]]
             if worker in since:
                 found.setdefault(worker, []).append((since.pop(worker), event.at_s))
     for worker, from_s in since.items():
-        found.setdefault(worker, []).append((from_s, events[-1].at_s))
+        found.setdefault(worker, []).append((from_s, events[-1].at_s if end_s is None else end_s))
     return found
 
 
@@ -94,21 +100,35 @@ def happenings(events: Sequence[StoredEvent]) -> list[tuple[float, int, str]]:
 
 
 def write_trace(run_dir: Path) -> Path:
-    """`trace.json` of a run."""
+    """`trace.json` of a run, or of its newest steps."""
     with RunStore(run_dir, read_only=True) as store:
-        recorded = store.events()
-    workers = stays(recorded)
-    events = spans(recorded)
+        first, num_events = store.first_event(), store.num_events()
+        recorded = store.newest_events(TRACED_EVENTS)
+        presence = store.newest_events(TRACED_STAYS, PRESENCE)
+    first_s = first.at_s if first is not None else 0.0
+    begin_s, end_s = (recorded[0].at_s, recorded[-1].at_s) if recorded else (0.0, 0.0)
+    workers = {
+        name: kept
+        for name, found in stays(presence, end_s).items()
+        if (kept := [(max(from_s, begin_s), to_s) for from_s, to_s in found if to_s >= begin_s])
+    }
+    events = spans(recorded, first_s)
     for row, worker in enumerate(sorted(workers), len(PHASES)):
-        events += [_span(worker, "worker", row, from_s, to_s, recorded[0].at_s, {}) for from_s, to_s in workers[worker]]
-    names = [
+        events += [_span(worker, "worker", row, from_s, to_s, first_s, {}) for from_s, to_s in workers[worker]]
+    for at_s, step, what in happenings(recorded):
+        at = max(0, round((at_s - first_s) * 1e6))
+        mark = {"name": what, "cat": "worker", "ph": "i", "s": "g", "ts": at, "pid": 1, "tid": 0}
+        events.append(mark | {"args": {"step": step}})
+    steps = sorted({event.step for event in recorded})
+    covers = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+    if num_events > len(recorded):
+        covers += f": the newest {len(recorded):,} of {num_events:,} events, the others are in run.db only"
+    names = [{"name": "process_name", "ph": "M", "pid": 1, "tid": 0, "args": {"name": covers}}]
+    names += [
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": row, "args": {"name": name}}
         for row, name in enumerate([*PHASES, *sorted(workers)])
     ]
-    for at_s, step, what in happenings(recorded):
-        at = max(0, round((at_s - recorded[0].at_s) * 1e6))
-        mark = {"name": what, "cat": "worker", "ph": "i", "s": "g", "ts": at, "pid": 1, "tid": 0}
-        events.append(mark | {"args": {"step": step}})
     path = run_dir / "trace.json"
-    path.write_text(json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}))
+    trace = {"traceEvents": [*names, *events], "displayTimeUnit": "ms", "otherData": {"covers": covers}}
+    path.write_text(json.dumps(trace))
     return path

@@ -96,12 +96,17 @@ def read_config(run: Path) -> Config:
     return load_config(run / "config.yaml")
 
 
-def read_recorded(run: Path) -> Recorded:
-    """ValueError if it is no run's folder, or has too few steps."""
+def read_recorded(run: Path, newest: tuple[int, int] | None = None) -> Recorded:
+    """ValueError if it is no run's folder, or has too few steps. `newest`: of at most so many steps and, as long as
+    enough steps are left to say something, so many rollouts."""
     config = read_config(run)
     with RunStore(run, read_only=True) as store:
-        metrics = store.metrics_by_name()
-        found = sorted(store.rollouts(kind="train"), key=lambda one: (one.step, [*map(_number, one.uid.split("/"))]))
+        first_step = 0 if newest is None else _first_of(store, *newest)
+        metrics = store.metrics_by_name(first_step)
+        found = sorted(
+            store.rollout_facts(first_step=first_step),
+            key=lambda one: (one.step, [*map(_number, one.uid.split("/"))]),
+        )
     rollouts: dict[int, SimulatedStep] = {}
     rewards: dict[tuple[int, str], set[float | None]] = {}
     for one in found:
@@ -129,9 +134,20 @@ def read_recorded(run: Path) -> Recorded:
     return Recorded(slots, config.mode, packed, metrics, steps, rollouts, teaching, rest)
 
 
-def one_after_the_other(run: Path) -> Recorded:
-    """A run whose phases are; ValueError if it has others."""
-    recorded = read_recorded(run)
+def _first_of(store: RunStore, most_steps: int, most_rollouts: int) -> int:
+    """The first of the newest steps to read. The first step that is read is left out of what is compared."""
+    first, num_rollouts = 0, 0
+    for number, step in enumerate(reversed(store.newest_steps(most_steps + 1)), 1):
+        num_rollouts += store.num_rollouts(step)
+        if number > LEAST_STEPS + 1 and num_rollouts > most_rollouts:
+            break
+        first = step
+    return first
+
+
+def one_after_the_other(run: Path, newest: tuple[int, int] | None = None) -> Recorded:
+    """A run whose phases are; ValueError if it has others. `newest`: as in `read_recorded`."""
+    recorded = read_recorded(run, newest)
     if recorded.mode != "colocated":
         raise ValueError(
             f"{run} sampled and trained at the same time (mode={recorded.mode}): give one of mode=colocated"

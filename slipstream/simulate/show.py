@@ -62,8 +62,7 @@ def draw(
 def read_run(run: Path, steps: int) -> list[SimulatedStep]:
     """The rollouts of the first steps of a recorded run, as long as they were."""
     with RunStore(run, read_only=True) as store:
-        found = [(one.step, one.uid, one.prompt_key, one.length) for one in store.rollouts(kind="train")]
-    recorded = recorded_steps(found)
+        recorded = recorded_steps((one.step, one.uid, one.prompt_key, one.length) for one in store.rollout_facts())
     if len(recorded) < steps:
         raise ValueError(f"{run} has {len(recorded)} steps, not {steps}: give --steps {len(recorded)} or fewer")
     return recorded[:steps]
@@ -196,16 +195,17 @@ def _streamed(run: Path) -> tuple[list[Phase], int]:
     return [Phase("step", told.measured_s, told.foretold_s, abs(told.error))], told.num_steps
 
 
-def what_if_rows(run: Path) -> list[tuple[str, ...]] | str:
-    """For the report: (setting, seconds of a step, times as fast, share idle); or why there is nothing to say."""
+def what_if_rows(run: Path) -> tuple[str, list[tuple[str, ...]]] | str:
+    """For the report: (of which steps, [(setting, seconds of a step, times as fast, share idle)]); or why there is
+    nothing to say."""
     try:
         if (mode := read_config(run).mode) != "colocated":
             return f"Simulated for runs with mode=colocated only, whose phases follow each other; this one has {mode}."
-        settings = what_if(run)
+        told = what_if(run)
     except (ValueError, RunStoreError) as error:
         return f"Not simulated: {error}."
-    first = settings[0]
-    return [
+    first = told.settings[0]
+    rows: list[tuple[str, ...]] = [
         (
             "colocated, one device"
             if one is first
@@ -214,8 +214,9 @@ def what_if_rows(run: Path) -> list[tuple[str, ...]] | str:
             f"{first.step_s / one.step_s:.2f}",
             f"{one.idle_share:.0%}",
         )
-        for one in settings
+        for one in told.settings
     ]
+    return f"steps {told.first_step} to {told.last_step}", rows
 
 
 def show_plan(*, offers: str, need: Need, as_json: bool = False) -> list[Plan]:

@@ -19,6 +19,16 @@ from slipstream.simulate.world import simulate
 COLOCATED = System(Rules(), colocated=True)
 WORKERS = (1, 2, 4)
 LEAST_S = 1e-6
+NEWEST = 32, 6_000
+"""Steps and rollouts that are simulated at most: eleven settings of these take about two seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    settings: list[Setting]
+    first_step: int
+    last_step: int
+    """Simulated were these steps, and those between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +41,10 @@ class Setting:
     """Of the devices' time."""
 
 
-def what_if(run: Path) -> list[Setting]:
-    """The run as it would be colocated, and in each mode with a few more devices; ValueError if it has too few steps
-    to say."""
-    recorded = one_after_the_other(run)
+def what_if(run: Path) -> WhatIf:
+    """The newest steps of the run as they would be colocated, and in each mode with a few more devices; ValueError if
+    it has too few steps to say."""
+    recorded = one_after_the_other(run, NEWEST)
     steps = [recorded.rollouts[step] for step in recorded.steps]
     step_s, sequence_s = recorded.decoding(recorded.steps)
     curve = SpeedCurve(tuple((batch, max(LEAST_S, step_s + batch * sequence_s)) for batch in (1, 2)))
@@ -49,4 +59,4 @@ def what_if(run: Path) -> list[Setting]:
                 continue  # there is nobody to share out to
             outcome = simulate(system, costs, steps, num_gpus=workers + 1, train_gpus=1)
             found.append(Setting(mode, workers, outcome.step_s, outcome.idle_share))
-    return found
+    return WhatIf(found, recorded.steps[0], recorded.steps[-1])

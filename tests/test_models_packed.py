@@ -21,7 +21,7 @@ from slipstream.models.attention import (
     largest_flash_head,
 )
 from slipstream.models.cached import CachedRows, KVPages, attend_rows_plainly
-from slipstream.models.loading import _refuse_unseen_attention, load_model, refuse_unserved
+from slipstream.models.loading import load_model, refuse_unserved
 from slipstream.models.packed import document_hidden, head_logits, row_logits
 
 CPU = torch.device("cpu")
@@ -250,13 +250,6 @@ def test_a_model_with_more_than_a_head_behind_its_hidden_states_is_refused_by_na
     name = save_tiny(family_config("modernbert-decoder"), tmp_path / "mine")
     with pytest.raises(ValueError, match=r"mine' \(modernbert-decoder\) does more behind its last hidden state"):
         load_model(name, dtype=torch.float32, device=CPU)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_served_family_is_refused(family: str) -> None:
-    model = build_family(family, ATTENTION_NAME)
-    refuse_unserved(model.config, family)
-    _refuse_unseen_attention(model, family)
 
 
 def test_a_served_folder_loads_with_our_attention(tmp_path: Path) -> None:

@@ -66,10 +66,12 @@ def family_config(family: str, **changes: Any) -> Any:
     return CONFIG_MAPPING[family](**(COMMON | FAMILIES.get(family, {}) | changes))
 
 
-def build_family(family: str, attention: str) -> PreTrainedModel:
+def build_family(family: str, attention: str, **changes: Any) -> PreTrainedModel:
     """The family's causal language model in float32, with weights large enough that every part of it shows."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(family_config(family), attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        family_config(family, **changes), attn_implementation="eager", dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

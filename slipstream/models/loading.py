@@ -24,8 +24,8 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
-from slipstream.models.attention import ATTENTION_NAME, Attention, AttentionForm, Documents, attending
-from slipstream.models.packed import document_hidden, head_logits
+from slipstream.models.attention import ATTENTION_NAME
+from slipstream.models.parity import check_parity
 from slipstream.models.tiny import WIDTH, build_tiny_model, build_tiny_tokenizer
 from slipstream.models.weights import cast_weights
 
@@ -54,7 +54,7 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: int
         except OSError as error:
             raise ValueError(f"model {name!r} could not be loaded: {error}") from error
     model.set_attn_implementation(ATTENTION_NAME)
-    _refuse_unseen_attention(model, name)
+    check_parity(model, name)
     return model.to(device)  # type: ignore[arg-type]
 
 
@@ -109,47 +109,6 @@ def refuse_unserved(config: object, name: str) -> None:
             raise ValueError(
                 f"model {name!r} has rotary positions of type {kind}, whose frequencies follow the longest sequence "
                 "of a batch: a rollout would depend on its company, so the engine cannot serve it"
-            )
-
-
-class _CountingAttention(Attention):
-    def __init__(self, documents: Documents) -> None:
-        self.documents = documents
-        self.layers: list[int] = []
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: AttentionForm
-    ) -> torch.Tensor:
-        self.layers.append(layer)
-        return self.documents.attend(layer, query, key, value, form)
-
-
-def _refuse_unseen_attention(model: PreTrainedModel, name: str) -> None:
-    """Older modules ignore the attention they are given, hybrids use it in some layers: count the calls.
-
-    Some put more than a head behind the last hidden state: compare the trainer's logits with the module's own.
-    """
-    ids_T = torch.arange(1, 3)
-    counting = _CountingAttention(Documents([2]))
-    try:
-        with attending(counting), torch.no_grad():
-            out = model(input_ids=ids_T.unsqueeze(0), position_ids=torch.arange(2).unsqueeze(0), use_cache=False)
-    except ValueError as error:
-        raise ValueError(f"model {name!r} ({model.config.model_type}): {error}") from error
-    expected = list(range(model.config.get_text_config().num_hidden_layers))
-    if counting.layers != expected:
-        raise ValueError(
-            f"model {name!r} ({model.config.model_type}) does not run all of its {len(expected)} layers through the "
-            f"attention interface (seen: {len(counting.layers)} calls); the engine cannot serve it"
-        )
-    own = out.logits[0].float()
-    with torch.no_grad():
-        hidden = document_hidden(model, ids_T, [2])
-        fits = hidden.shape[-1] == model.get_output_embeddings().weight.shape[-1]
-        if not fits or (head_logits(model, hidden) - own).abs().max() > 0.02 * own.abs().max():
-            raise ValueError(
-                f"model {name!r} ({model.config.model_type}) does more behind its last hidden state than the head and "
-                "scaling that the trainer knows (models/packed.py: head_logits); it cannot be trained"
             )
 
 

@@ -15,16 +15,23 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.models.attention import Documents, attending
+from slipstream.models.attention import Attention, Documents, attending
 from slipstream.models.cached import CachedRows, KVPages, PackedRows
 
 
 def row_logits(model: PreTrainedModel, ids_T: Tensor, pages: KVPages, rows: PackedRows, logits_at_N: Tensor) -> Tensor:
     """Logits at the chosen packed tokens, as the model gives them; keys and values of all tokens are written."""
-    with attending(CachedRows(pages, rows)):
+    return logits_of(model, ids_T, rows.position_T, CachedRows(pages, rows), logits_at_N)
+
+
+def logits_of(
+    model: PreTrainedModel, ids_T: Tensor, position_T: Tensor, attention: Attention, logits_at_N: Tensor
+) -> Tensor:
+    """Logits [N, V] at the chosen packed tokens, with this attention."""
+    with attending(attention):
         out = model(
             input_ids=ids_T.unsqueeze(0),
-            position_ids=rows.position_T.unsqueeze(0),
+            position_ids=position_T.unsqueeze(0),
             use_cache=False,
             logits_to_keep=logits_at_N,
         )

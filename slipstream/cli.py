@@ -61,6 +61,7 @@ def train(
         from slipstream.runtime.capacity import check_start
 
         check_start(config)
+        _check_model_folder(config.model)
         typer.echo(dump_config(config))
         for name, value in config.arithmetic().items():
             typer.echo(f"# {name}: {value}")
@@ -241,7 +242,7 @@ def check(
     report = check_machine(model)
     typer.echo(json.dumps(report.as_dict()) if as_json else report.as_text())
     if not report.usable:
-        raise typer.Exit(1)
+        raise typer.Exit(1 if report.missing_required else 2)
 
 
 @app.command()
@@ -420,6 +421,17 @@ def bench_history_drafts(
     sizes = [_whole_number(text, "--batches") for text in batches.split(",")]
     shares = [_share(text, "--likenesses") for text in likenesses.split(",")]
     bench_history(shape, sizes, shares, new_tokens=new_tokens, trace=trace, json_file=json_file)
+
+
+def _check_model_folder(name: str) -> None:
+    """Of a model on this machine; others would have to be downloaded to be looked at."""
+    from slipstream.models.model_folder import is_folder
+
+    if is_folder(name):
+        from slipstream.models.loading import check_model, load_tokenizer
+
+        check_model(name)
+        load_tokenizer(name)
 
 
 def _share(text: str, option: str) -> float:

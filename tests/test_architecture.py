@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipe": {"files"},
     "config": {"types", "files", "recipe"},
     "tasks": {"types", "config", "rng", "files"},
-    "models": {"types", "config", "rng"},
+    "models": {"types", "config", "rng", "files"},
     "observe": {"types", "config", "rng", "files"},
     "schedule": {"types", "config", "rng"},
     "simulate": {"types", "config", "rng", "files", "schedule", "observe"},
@@ -100,6 +100,7 @@ PURE = {
         "slipstream.engine.strategy",
     ],
     COMPILED: ["slipstream.engine.batcher", "slipstream.engine.slots"],
+    "models": ["slipstream.models.model_folder"],
     "history": [f"slipstream.history.{name}" for name in ("cache", "eviction", "format", "store", "takeover")],
     "draft": [
         f"slipstream.draft.{name}"

@@ -270,7 +270,7 @@ def test_check_says_what_auto_means_for_the_number_format(has_it: bool, monkeypa
 
 
 def test_check_says_why_a_model_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("check", "./nowhere") == 1
+    assert call("check", "./nowhere") == 2
     printed = capsys.readouterr().out
     assert "no model folder at './nowhere'" in printed and "fusion" not in printed
 

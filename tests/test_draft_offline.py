@@ -178,7 +178,7 @@ def test_layers_are_told_only_where_other_engines_would_take_others() -> None:
         (["eagle1", "out", "--format", "eagle3"], "give --format eagle"),
         (["eagle3", "out", "--dtype", "int3"], "one of bfloat16"),
         (["eagle3", "out", "--target", "gone"], "there is no such folder; give one with --target"),
-        (["eagle3", "out", "--target", "eagle3/checkpoints"], "'eagle3/checkpoints' could not be loaded"),
+        (["eagle3", "out", "--target", "eagle3/checkpoints"], "eagle3/checkpoints is no model folder"),
         (["nowhere", "out"], "neither a run folder"),
     ],
 )

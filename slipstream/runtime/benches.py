@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from slipstream.engine.engine import Engine
 from slipstream.engine.measure import PROMPT_TOKENS, read_bandwidth, time_decoding
 from slipstream.files import check_output_file
-from slipstream.models.loading import BUILT_IN, load_model, width_of
+from slipstream.models.loading import check_model, load_model, width_of
+from slipstream.models.model_folder import BUILT_IN, is_folder
 from slipstream.models.precision import Precision, resolve_precision
 from slipstream.models.shapes import SHAPES, random_model
 from slipstream.runtime.engines import choose_device
@@ -125,6 +126,8 @@ def check_shape(shape: str) -> None:
     if shape not in (*SHAPES, *BUILT_IN) and "/" not in shape and not Path(shape).is_dir():
         known = ", ".join((*SHAPES, *BUILT_IN))
         raise ValueError(f"unknown shape '{shape}'; known: {known}, or a model folder, or owner/name on the hub")
+    if is_folder(shape):
+        check_model(shape)
 
 
 def shape_width(shape: str) -> int:

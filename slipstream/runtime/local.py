@@ -24,7 +24,7 @@ from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import DrafterSaver, DrafterState
 from slipstream.engine.engine import Engine
 from slipstream.history.store import HistoryStore
-from slipstream.models.loading import load_model, load_shape, load_tokenizer
+from slipstream.models.loading import check_model, load_model, load_shape, load_tokenizer
 from slipstream.models.precision import use_batch_invariant_products
 from slipstream.models.rendering import render_prompts, stop_token_ids
 from slipstream.models.threads import threads
@@ -129,6 +129,7 @@ def _train_once(
         if device.type == "cuda" and config.engine.exact:
             use_batch_invariant_products()  # before the warm start multiplies
         source = config.model if checkpoint is None else str(checkpoint.path)
+        check_model(source)
         tokenizer = load_tokenizer(source)
         problems, eval_problems = open_training_problems(config, console), load_eval_problems(config)
         longest = config.engine.max_prompt_tokens

@@ -132,9 +132,11 @@ def _check_model(name: str) -> tuple[str, bool, str | None]:
     import torch
 
     from slipstream.engine.engine import Engine
-    from slipstream.models.loading import load_model
+    from slipstream.models.loading import check_model, load_model, load_tokenizer
 
     try:
+        check_model(name)
+        load_tokenizer(name)
         model = load_model(name, dtype=torch.float32, device=torch.device("cpu"))
     except ValueError as error:
         return str(error), False, None

@@ -23,7 +23,7 @@ from slipstream.draft.judge import num_steps, right_drafts
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import DrafterState
 from slipstream.files import check_output_folder
-from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.loading import check_model, load_model, load_tokenizer
 from slipstream.models.packed import document_hidden
 from slipstream.models.precision import precision_of
 from slipstream.models.rendering import render_prompts
@@ -35,6 +35,7 @@ from slipstream.runtime.drafters import ABOUT, check_fit, find_checkpoint, find_
 from slipstream.runtime.engines import choose_device
 from slipstream.runtime.prompts import load_training_problems
 from slipstream.runtime.stopping import stop_on_signals
+from slipstream.train.checkpoint import find_damage
 from slipstream.types import Prompt
 
 NEWEST_ROLLOUTS = 4096
@@ -104,6 +105,10 @@ def train_offline(
         raise ValueError("--resume goes on with the drafter in --out: leave out --from, or --resume")
     if not resume:
         refuse_filled(folder, ", or go on with the drafter in it: --resume" if (folder / ABOUT).is_file() else "")
+    damage = find_damage(checkpoint)
+    if damage is not None:
+        raise ValueError(f"checkpoint {checkpoint} cannot be used: {damage}; give another run, or a checkpoint of it")
+    check_model(str(checkpoint))
     device = choose_device(config.device)
     with Console(1, quiet=quiet) as console, stop_on_signals() as flag:
         learned_from, held_out = recorded_samples(run, config, str(checkpoint))

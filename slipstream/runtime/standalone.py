@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from slipstream.config import Config, load_config
-from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.loading import check_model, load_model, load_tokenizer
 from slipstream.models.rendering import render_prompts, stop_token_ids
 from slipstream.observe.console import Console
 from slipstream.recipe import find_recipe
@@ -33,6 +33,7 @@ def evaluate_target(target: Path, overrides: Sequence[str], *, quiet: bool = Fal
         )
     config = without_learning(config)
     device = choose_device(config.device)
+    check_model(model_name)
     tokenizer = load_tokenizer(model_name)
     problems = load_eval_problems(config)
     sets = {name: render_prompts(tokenizer, items, config.engine.max_prompt_tokens) for name, items in problems.items()}

@@ -20,7 +20,7 @@ from slipstream.engine.state import StepState
 from slipstream.engine.strategy import OFF, Always, Feeding, StepResult, Strategy
 from slipstream.models.attention import attend_causally
 from slipstream.models.loading import load_model
-from slipstream.models.packed import document_hidden
+from slipstream.models.packed import document_hidden, head_logits
 from slipstream.types import MODEL_ORIGIN, Request, Rollout, SamplingParams
 
 DEPTH = 4
@@ -88,9 +88,9 @@ def plain_chain(model: Any, kind: str, draft: DraftModel, ids: Tensor) -> list[i
     """What is drafted after `ids`, as the words of `eagle.py` have it: everything computed anew, one text."""
     features = Features(model, kind)
     document_hidden(model, ids, [len(ids)])
-    embed, last = model.get_input_embeddings(), len(ids) - 1
+    weight, last = model.get_input_embeddings().weight, len(ids) - 1  # as they are, where a family scales them
     hidden = draft.fuse(features.take()[:last])
-    residual, query, keys, values = draft.begin(embed(ids[1:]), hidden, torch.arange(last))
+    residual, query, keys, values = draft.begin(weight[ids[1:]], hidden, torch.arange(last))
     hidden = draft.finish(residual, attend_causally(query, keys, values, draft.form))[-1:]
     tokens = []
     for place in range(DEPTH):
@@ -104,10 +104,10 @@ def plain_chain(model: Any, kind: str, draft: DraftModel, ids: Tensor) -> list[i
             top_p_N=one,
             min_p_N=torch.zeros(1),
         )
-        logits = model.get_output_embeddings()(draft.head_input(hidden)).float()
+        logits = head_logits(model, draft.head_input(hidden))
         token, _ = sample_plainly(logits, rows, torch.full((1,), -torch.inf))
         tokens.append(int(token))
-        residual, query, key, value = draft.begin(embed(token), hidden, torch.tensor([last + place]))
+        residual, query, key, value = draft.begin(weight[token], hidden, torch.tensor([last + place]))
         keys, values = torch.cat([keys, key]), torch.cat([values, value])
         hidden = draft.finish(residual, attend_causally(query, keys, values, draft.form))
     return tokens
@@ -182,9 +182,11 @@ def watch(guesser: ModelGuesser) -> dict[int, list[int]]:
     return seen
 
 
-def drafted_by_hand(kind: str, draft: DraftModel, request: Request, seen: dict[int, list[int]]) -> dict[int, list[int]]:
-    """With as many tokens known."""
-    ids, model = torch.tensor([*request.prompt_ids, *request.script_ids]), target()
+def drafted_by_hand(
+    kind: str, draft: DraftModel, request: Request, seen: dict[int, list[int]], model: Any = None
+) -> dict[int, list[int]]:
+    """With as many tokens known. `model`: one that is not fused; by default as the engine's."""
+    ids, model = torch.tensor([*request.prompt_ids, *request.script_ids]), model or target()
     return {known: plain_chain(model, kind, draft, ids[:known]) for known in seen}
 
 

@@ -94,7 +94,7 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
     "a config cut off": (cut("config.json"), r"config.json: not valid JSON: .*: copy the folder again"),
     "a config that is a list": (
         written("config.json", "[1]"),
-        r"config.json holds a list in place of settings: copy the",
+        r"config.json holds a list in place of settings",
     ),
     "a config not in UTF-8": (
         lambda folder: (folder / "config.json").write_bytes(b'{"model_type": "\xff"}'),

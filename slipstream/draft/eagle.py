@@ -11,7 +11,7 @@ Axes: T packed tokens, D hidden size, F features (3 D or D), H query heads, K ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,17 +38,25 @@ def feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def draft_config(target: PretrainedConfig) -> LlamaConfig:
-    """A Llama layer of the target's width, whatever the target's family."""
+    """A Llama layer of the target's width, whatever the target's family.
+
+    Its heads are as wide as the target's, but their number divides the hidden size, as every Llama's does: engines that
+    load an exported drafter insist on it. Targets with heads of their own width (Qwen3, Gemma) need not be like that.
+    """
     text = target.get_text_config()
     rope: Any = getattr(text, "rope_parameters", None) or {}
+    rope = rope.get("full_attention") or rope  # by type of layer, in some families
+    num_heads = _largest_divisor(text.hidden_size, text.num_attention_heads)
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
     return LlamaConfig(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
+        intermediate_size=max(inner) if isinstance(inner, Sequence) else inner,
         num_hidden_layers=1,
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=text.num_key_value_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        num_attention_heads=num_heads,
+        num_key_value_heads=_largest_divisor(num_heads, getattr(text, "num_key_value_heads", None) or num_heads),
+        head_dim=size + size % 2,  # rotary positions turn pairs
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)},
         max_position_embeddings=text.max_position_embeddings,
@@ -56,6 +64,10 @@ def draft_config(target: PretrainedConfig) -> LlamaConfig:
         attention_bias=False,
         tie_word_embeddings=False,
     )
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(divisor for divisor in range(min(most, number), 0, -1) if number % divisor == 0)
 
 
 class _Attention(nn.Module):
@@ -204,15 +216,38 @@ def build_draft(target: PretrainedConfig, kind: str, seed: int = 0) -> DraftMode
     return model
 
 
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """ValueError if an eagle3 drafter cannot find them."""
+    layers = getattr(target.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"drafter.kind=eagle3 takes hidden states between decoder layers, which {type(target).__name__} does not "
+            "have under the name `layers`; write drafter.kind=eagle1, or draft.source=history"
+        )
+    return layers
+
+
+def check_draftable(target: PreTrainedModel, kind: str) -> None:
+    """ValueError if no drafter of this kind can be made for the target."""
+    hidden_size, width = target.config.get_text_config().hidden_size, target.get_input_embeddings().weight.shape[1]
+    if width != hidden_size:
+        raise ValueError(
+            f"{type(target).__name__} has embeddings of {width} numbers and hidden states of {hidden_size}: a learned "
+            "drafter needs them as wide as each other; write draft.source=history"
+        )
+    if kind == "eagle3":
+        decoder_layers(target)
+
+
 class Features:
     """The target's hidden states that a drafter of this kind is given, caught as they pass in a forward."""
 
     def __init__(self, target: PreTrainedModel, kind: str) -> None:
-        base: Any = target.base_model
-        modules = [base]  # whose result is what goes to the head
+        modules: list[Any] = [target.base_model]  # whose result is what goes to the head
         if kind == "eagle3":
-            layers = feature_layers(len(base.layers))
-            modules = [base.layers[number - 1] if number else base.embed_tokens for number in layers]
+            layers = decoder_layers(target)
+            numbers = feature_layers(len(layers))
+            modules = [layers[number - 1] if number else target.get_input_embeddings() for number in numbers]
         self._caught: list[Tensor | None] = [None] * len(modules)
         self._hooks = []
         for place, module in enumerate(modules):

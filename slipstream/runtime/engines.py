@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.config import Config
-from slipstream.draft.eagle import build_draft
+from slipstream.draft.eagle import build_draft, draft_config
 from slipstream.draft.history import Past
 from slipstream.draft.selector import Selector
 from slipstream.engine.engine import GRAPH_BYTES, PAGE_TOKENS, Engine
@@ -87,7 +87,12 @@ def kv_token_bytes(config: Config, model: PreTrainedModel) -> int:
     text = model.config.get_text_config()
     num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * (text.num_hidden_layers + learns(config)) * num_heads * head_size * model.dtype.itemsize
+    numbers = text.num_hidden_layers * num_heads * head_size
+    if learns(config):
+        draft = draft_config(model.config)
+        assert draft.num_key_value_heads is not None and draft.head_dim is not None
+        numbers += draft.num_key_value_heads * draft.head_dim
+    return 2 * numbers * model.dtype.itemsize
 
 
 def drafter_bytes(config: Config, model: PreTrainedModel) -> float:

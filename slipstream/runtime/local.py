@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.config import Config
 from slipstream.draft import versions
+from slipstream.draft.eagle import check_draftable
 from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import DrafterSaver, DrafterState
 from slipstream.engine.engine import Engine
@@ -153,6 +154,8 @@ def _train_once(
         )
         fixed_way(config)  # which says what is wrong with it
         check_warm_history(config)
+        if learns(config):
+            check_draftable(model, config.drafter.kind)
         warm = warm_drafter(config, model.config) if checkpoint is None else None
         if checkpoint is not None:
             check_kind(config, checkpoint.path)

@@ -303,6 +303,11 @@ class Warmup(Section):
     """Supervised stage on the training sets' worked solutions, before RL."""
 
     steps: int = Field(200, ge=1)
+    """Supervised steps; with until_reward at most this many."""
+    until_reward: float | None = Field(None, gt=0)
+    """Ends the stage as soon as rollouts of training prompts have this mean reward, which is measured every few steps.
+    RL learns from prompts that are solved sometimes: 0.3 to 0.6 where a right answer is worth 1. None: after `steps`,
+    at a reward that differs by seed."""
     sequences_per_step: int = Field(32, ge=1)
     """Batch size in SEQUENCES."""
     lr: float = Field(1e-3, gt=0, le=MAX_LR)

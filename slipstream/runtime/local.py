@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from slipstream.config import Config
+from slipstream.config import Config, Draft, Warmup
 from slipstream.draft import versions
 from slipstream.draft.eagle import check_draftable
 from slipstream.draft.online import DrafterTrainer
@@ -68,7 +68,7 @@ from slipstream.runtime.rollouts import RolloutDesk
 from slipstream.runtime.runtimes import Runtime, open_runtime
 from slipstream.runtime.stopping import StopFlag, stop_on_signals
 from slipstream.runtime.streaming import StreamParts, stream
-from slipstream.runtime.warmup import warm_up
+from slipstream.runtime.warmup import Progress, RewardSampler, warm_up
 from slipstream.runtime.world import LocalWorld
 from slipstream.schedule.events import Action, Event, RunBegan, StepTrained, UnderWay, to_record
 from slipstream.schedule.scheduler import Scheduler
@@ -176,7 +176,7 @@ def _train_once(
         run = _Run(config, tokenizer, model, trainer, store, log, reports, console, flag)
         stack.callback(run.close)
         run.begin(checkpoint, device)
-        if not run.warm_up(pairs):
+        if not run.warm_up(pairs, prompts, grader):
             return Outcome("interrupted", folder.path, 0)
         reference = run.keep_reference()
         stop_ids = stop_token_ids(model, tokenizer)
@@ -204,6 +204,11 @@ def _is_trained_elsewhere(config: Config, checkpoint: Checkpoint) -> bool:
     return config.mode != "colocated" and checkpoint.step > 0 and not learns(config)
 
 
+def _warm_start_of(run_state: dict[str, Any]) -> Progress:
+    """Reads a checkpoint's progress. Before 0.2 it was the number of steps alone."""
+    return Progress(*run_state["warm_start"]) if "warm_start" in run_state else Progress(run_state["warmup_done"])
+
+
 class _Run:
     """One run's parts between its set-up and its end."""
 
@@ -224,7 +229,7 @@ class _Run:
         self.step = 0
         self.position = 0
         self.concluded = False
-        self.warmup_done = 0
+        self.warm_start = Progress()
         self.has_warmed_up = False
         """Here and now."""
         self.advice = Advice(config)
@@ -242,7 +247,7 @@ class _Run:
             state = checkpoint.run_state
             if not _is_trained_elsewhere(self.config, checkpoint):
                 self.trainer.load_state_dict(load_trainer_state(checkpoint.path))
-            self.step, self.warmup_done = checkpoint.step, state["warmup_done"]
+            self.step, self.warm_start = checkpoint.step, _warm_start_of(state)
             self.position, self.concluded, self.row = state["position"], state["concluded"], state["row"]
             self.under_way = tuple((rounds, tuple(positions)) for rounds, positions in state.get("under_way", ()))
         recorded = self.step if self.concluded else self.step - 1
@@ -264,24 +269,45 @@ class _Run:
                 "after each step: draft.source=off is faster, and samples the same tokens"
             )
 
-    def warm_up(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    def warm_up(
+        self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], prompts: Sequence[Prompt], grader: Grader
+    ) -> bool:
         """False if it was interrupted; a checkpoint then holds how far it came."""
         warmup = self.config.warmup
-        if warmup is None or self.step > 0 or self.warmup_done >= warmup.steps:
+        if warmup is None or self.step > 0 or self.warm_start.is_enough(warmup):
             return True
 
-        def should_stop(steps_done: int) -> bool:
-            self.warmup_done = steps_done
+        def should_stop(progress: Progress) -> bool:
+            self.warm_start = progress
             return self.flag.reason is not None
+
+        sampler: RewardSampler | None = None
+
+        def measure(step: int, number: int) -> float:
+            nonlocal sampler
+            if sampler is None:
+                without_drafts = self.config.model_copy(update={"draft": Draft(source="off")})
+                engine = build_engine(without_drafts, self.model, self.tokenizer, self.trainer.device)
+                sampler = RewardSampler(without_drafts, engine, grader, self.tokenizer)
+            return sampler.measure(
+                self.model,
+                step,
+                number,
+                prompts,
+                stop_token_ids=stop_token_ids(self.model, self.tokenizer),
+                console=self.console,
+                should_stop=lambda: self.flag.reason is not None,
+            )
 
         started = time.perf_counter()
         try:
-            self.row |= warm_up(
+            self.warm_start, metrics = warm_up(
                 self.trainer,
                 warmup,
                 pairs,
                 seed=self.config.seed,
-                done=self.warmup_done,
+                progress=self.warm_start,
+                measure=measure,
                 console=self.console,
                 should_stop=should_stop,
             )
@@ -289,12 +315,23 @@ class _Run:
             self.console.note("stopping: saving how far the warm start came")
             self.save(0, {"position": 0, "concluded": False, "row": self.row})
             return False
-        self.warmup_done, self.has_warmed_up = warmup.steps, True
+        self.has_warmed_up = True
         seconds = time.perf_counter() - started
-        self.row["timing_s/warmup"] = seconds
-        loss = self.row.get("warmup/loss", float("nan"))
-        self.console.note(f"warm start: {warmup.steps} supervised steps, loss {loss:.3f}, {seconds:.0f}s")
+        self.row |= metrics | {"timing_s/warmup": seconds}
+        self.console.note(self._warm_start_line(warmup, seconds))
         return True
+
+    def _warm_start_line(self, warmup: Warmup, seconds: float) -> str:
+        done, loss = self.warm_start, self.row.get("warmup/loss", float("nan"))
+        line = f"warm start: {done.steps} supervised steps, loss {loss:.3f}, {seconds:.0f}s"
+        if warmup.until_reward is None:
+            return line
+        if done.reward >= warmup.until_reward:
+            return f"{line}; rollouts have a mean reward of {done.reward:.2f}"
+        return (
+            f"{line}; rollouts have a mean reward of {done.reward:.2f}, below warmup.until_reward="
+            f"{warmup.until_reward}: give it more warmup.steps, or try another warmup.lr"
+        )
 
     def keep_reference(self) -> Path | None:
         """Of the model that RL starts from, beside the checkpoints; only if the KL penalty needs it."""
@@ -341,7 +378,7 @@ class _Run:
             model=self.model,
             tokenizer=self.tokenizer,
             trainer_state=self.trainer.state_dict(),
-            run_state=run_state | {"warmup_done": self.warmup_done, "drafting": self.selector.state_dict()},
+            run_state=run_state | {"warm_start": astuple(self.warm_start), "drafting": self.selector.state_dict()},
             keep_last=self.config.run.keep_last,
         )
         if self.learner is not None:
@@ -415,7 +452,7 @@ class _Run:
             reports=self.reports,
             console=self.console,
             advice=self.advice,
-            kept_state={"warmup_done": self.warmup_done},
+            kept_state={"warm_start": astuple(self.warm_start)},
             kept=kept,
             drafting=self.drafting,
             drafter_updates=drafter_updates,

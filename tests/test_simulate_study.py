@@ -127,6 +127,37 @@ def test_no_plan_that_reaches_the_target_is_cheaper(offers: list[str]) -> None:
             assert not rivals or price(plan) == min(rivals), "each is the cheapest of its kinds"
 
 
+@pytest.mark.parametrize("target", [2.0, 8.0, 12.0])
+@pytest.mark.parametrize("cheapest", ["step", "hour"])
+def test_of_many_gpus_a_few_plans_are_simulated_and_a_cheap_one_found(
+    target: float, cheapest: planning.Cheapest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against every plan, with step times of a formula, since a simulation of each would take hours."""
+    tried: set[tuple[Offer, Offer]] = set()
+
+    def by_formula(sampling: Offer, num_sampling: int, training: Offer, num_training: int, need: Need) -> Plan:
+        used = dataclasses.replace(sampling, count=num_sampling), dataclasses.replace(training, count=num_training)
+        tried.add(used)
+        step_s = max(1500 / num_sampling + 15, (1000 if training.gpu == "h100" else 6700) / num_training)
+        return Plan(*used, step_s, 0.0, 0.0, need.prompts * need.samples / step_s)
+
+    monkeypatch.setattr(planning, "time_plan", by_formula)
+    h100, h20 = Offer.parse("h100:32@2.5"), Offer.parse("h20:64@1")
+    need = Need(7, LongTail(300, 2000), prompts=128, samples=8, target=target, cheapest=cheapest)
+    every = [
+        by_formula(sampling, num_sampling, training, num_training, need)
+        for sampling, training in ((h100, h100), (h100, h20), (h20, h100), (h20, h20))
+        for num_sampling in range(1, sampling.count + 1)
+        for num_training in range(2, training.count + 1)
+        if sampling is not training or num_sampling + num_training <= sampling.count
+    ]
+    tried.clear()
+    plans, reaches = make_plans([h100, h20], need)
+    price = (lambda plan: plan.cost or 0) if cheapest == "step" else (lambda plan: plan.rent or 0)
+    assert reaches and price(plans[0]) <= 1.05 * min(price(plan) for plan in every if plan.rollouts_a_s >= target)
+    assert len(tried) < len(every) / 20
+
+
 def test_a_step_on_the_smallest_fleet_may_cost_more(capsys: pytest.CaptureFixture[str]) -> None:
     words = "plan --size 1.5 --gpus h20:5@.3 --target 2 --prompts 8 --samples 4 --median 300 --limit 1200"
     found = []

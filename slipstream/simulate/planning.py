@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Literal, get_args
 
@@ -38,8 +38,9 @@ FAR_BYTES_S = 10e9
 UNEVEN = 0.06
 """By this share a plan with more GPUs may be slower all the same: steps that overlap fall differently. The search for
 the cheapest plan allows for it."""
-FINE = 16
-"""Up to this many GPUs of a side every number is tried, beyond it every sixteenth part."""
+FINE, ROUGH, NEAR = 16, 4, 1.4
+"""Up to FINE workers and trainers every number is tried. With more, numbers a quarter apart (ROUGH) are, and then those
+a sixteenth apart within NEAR times of the best."""
 
 Cheapest = Literal["step", "hour"]
 """Which plan of those that reach the target is the cheapest: by what a step costs, or by what an hour's rent does."""
@@ -211,50 +212,81 @@ class _Box:
 def _cheapest_plan(sampling: Offer, training: Offer, need: Need, has_prices: bool) -> Plan | None:
     """The cheapest plan of these two kinds that reaches the target; None if none does.
 
-    Branch and bound: no plan of a box is faster than the one with its most workers and trainers, nor has a lower rent
-    than the one with its fewest, so a box is looked into only if what follows from the two is cheaper than the best.
+    Of all plans, if the sides have up to FINE workers and trainers; else of those near the best of a rough choice.
     """
     bounds = _bounds(sampling, training, need)
     if bounds is None:
         return None
     unit, workers, trainers, most_trainers = bounds
-    tried = _numbers(1, workers), _numbers(trainers, most_trainers)
-    best: list[Plan] = []
 
     @cache
-    def timed(worker: int, trainer: int) -> Plan:
-        return time_plan(sampling, tried[0][worker] * unit, training, tried[1][trainer], need)
+    def timed(num_workers: int, train_gpus: int) -> Plan:
+        return time_plan(sampling, num_workers * unit, training, train_gpus, need)
 
-    def is_offered(plan_workers: int, plan_trainers: int) -> bool:
-        return sampling.gpu != training.gpu or plan_workers * unit + plan_trainers <= sampling.count
+    def is_offered(num_workers: int, train_gpus: int) -> bool:
+        return sampling.gpu != training.gpu or num_workers * unit + train_gpus <= sampling.count
 
-    def look_at(workers: tuple[int, int], trainers: tuple[int, int]) -> _Box | None:
+    def cost(plan: Plan) -> float:
+        return _cost(plan, need, has_prices)
+
+    assert need.target is not None
+    search = partial(_branch_and_bound, timed, is_offered, cost, need.target)
+    fine = _numbers(1, workers, FINE), _numbers(trainers, most_trainers, FINE)
+    if max(workers, most_trainers) <= FINE:
+        return search(*fine, UNEVEN)
+    rough = search(_numbers(1, workers, ROUGH), _numbers(trainers, most_trainers, ROUGH), 0.0)
+    if rough is None:
+        return search(*fine, 0.0)
+    places = rough.sampling.count // unit, rough.training.count
+    near = [
+        sorted({place, *(number for number in numbers if place / NEAR <= number <= place * NEAR)})
+        for place, numbers in zip(places, fine, strict=True)
+    ]
+    return search(near[0], near[1], 0.0)
+
+
+def _branch_and_bound(
+    timed: Callable[[int, int], Plan],
+    is_offered: Callable[[int, int], bool],
+    cost: Callable[[Plan], float],
+    target: float,
+    workers: Sequence[int],
+    trainers: Sequence[int],
+    uneven: float,
+) -> Plan | None:
+    """The cheapest plan that reaches the target, of these numbers of workers and of GPUs that train.
+
+    No plan of a box is faster than the one with its most workers and trainers, but for `uneven`, nor has a lower rent
+    than the one with its fewest: a box is looked into only if what follows from the two is cheaper than the best.
+    """
+    best: list[Plan] = []
+
+    def look_at(box_workers: tuple[int, int], box_trainers: tuple[int, int]) -> _Box | None:
         """None: no plan of the box can be the best."""
-        fewest = tried[0][workers[0]], tried[1][trainers[0]]
+        (first_worker, last_worker), (first_trainer, last_trainer) = box_workers, box_trainers
+        fewest = workers[first_worker], trainers[first_trainer]
         if not is_offered(*fewest):
             return None
-        while not is_offered(tried[0][workers[1]], fewest[1]):
-            workers = workers[0], workers[1] - 1
-        while not is_offered(fewest[0], tried[1][trainers[1]]):
-            trainers = trainers[0], trainers[1] - 1
-        is_one = workers[0] == workers[1] and trainers[0] == trainers[1]
-        fastest, slack = timed(workers[1], trainers[1]), 0.0 if is_one else UNEVEN
-        assert need.target is not None
-        if fastest.rollouts_a_s < need.target * (1 - slack):
+        while not is_offered(workers[last_worker], fewest[1]):
+            last_worker -= 1
+        while not is_offered(fewest[0], trainers[last_trainer]):
+            last_trainer -= 1
+        most = workers[last_worker], trainers[last_trainer]
+        fastest, slack = timed(*most), 0.0 if most == fewest else uneven
+        if fastest.rollouts_a_s < target * (1 - slack):
             return None
-        if fastest.rollouts_a_s >= need.target and is_offered(tried[0][workers[1]], tried[1][trainers[1]]):
-            best[:] = [min([*best, fastest], key=lambda plan: _cost(plan, need, has_prices))]
-        smallest = dataclasses.replace(
+        if fastest.rollouts_a_s >= target and is_offered(*most):
+            best[:] = [min([*best, fastest], key=cost)]
+        bound = dataclasses.replace(
             fastest,
-            sampling=dataclasses.replace(sampling, count=fewest[0] * unit),
-            training=dataclasses.replace(training, count=fewest[1]),
+            sampling=dataclasses.replace(fastest.sampling, count=fastest.sampling.count * fewest[0] // most[0]),
+            training=dataclasses.replace(fastest.training, count=fewest[1]),
             step_s=fastest.step_s * (1 - slack),
         )
-        return _Box(_cost(smallest, need, has_prices), workers, trainers)
+        return _Box(cost(bound), (first_worker, last_worker), (first_trainer, last_trainer))
 
-    boxes = [look_at((0, len(tried[0]) - 1), (0, len(tried[1]) - 1))]
-    heap = [box for box in boxes if box is not None]
-    while heap and not (best and heap[0].at_least >= _cost(best[0], need, has_prices)):
+    heap = [box for box in [look_at((0, len(workers) - 1), (0, len(trainers) - 1))] if box is not None]
+    while heap and not (best and heap[0].at_least >= cost(best[0])):
         box = heapq.heappop(heap)
         for half in _halves(box.workers, box.trainers):
             inside = look_at(*half)
@@ -263,11 +295,11 @@ def _cheapest_plan(sampling: Offer, training: Offer, need: Need, has_prices: boo
     return best[0] if best else None
 
 
-def _numbers(least: int, most: int) -> list[int]:
-    """From `least` to `most`, both included."""
+def _numbers(least: int, most: int, parts: int) -> list[int]:
+    """From `least` to `most`, both included: all up to `parts`, then in steps of that part of a number."""
     found = [least]
     while found[-1] < most:
-        found.append(min(most, found[-1] + max(1, found[-1] // FINE)))
+        found.append(min(most, found[-1] + max(1, found[-1] // parts)))
     return found
 
 

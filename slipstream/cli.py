@@ -137,8 +137,10 @@ def scale(
     """
     from slipstream.runtime.control import ask_for_workers
 
-    ask_for_workers(run, rollout)
+    lack = ask_for_workers(run, rollout)
     typer.echo(f"{run} will have {rollout} rollout worker(s) in a moment; see workers/count in {run / 'metrics.jsonl'}")
+    if lack is not None:
+        typer.echo(lack)
 
 
 @app.command("eval", context_settings=_TAKES_OVERRIDES)

@@ -401,3 +401,11 @@ def test_a_run_that_is_going_on_finds_what_it_is_asked_for(tmp_path: Path) -> No
     with RunFolder.opened(tmp_path):
         ask_for_workers(tmp_path, 5)
     assert workers_asked_for(tmp_path) == 5
+
+
+def test_rhyme_with_too_few_workers_for_two_groups_is_told_when_it_is_scaled(tmp_path: Path) -> None:
+    tree = SETTINGS | {"mode": "rhyme", "rollout": {"workers": 4}, "run": {"dir": str(tmp_path)}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    with RunFolder.opened(tmp_path):
+        assert "shares nothing out by length" in (ask_for_workers(tmp_path, 3) or "")
+        assert ask_for_workers(tmp_path, 4) is None

@@ -216,6 +216,20 @@ def test_lengths_are_estimated_on_the_high_side(text: str, num_tokens: int) -> N
     assert estimate_tokens(text, by_character=True) == len(text)
 
 
+def test_names_may_have_anything_in_them(here: Path) -> None:
+    name, column = 'a "b" #é😀.jsonl', "what\nis: asked? # {\x07"
+    write(here / name, [{column: f"{n}?", "answer": n} for n in range(20)])
+    write_recipe(Path(name), Path("out.yaml"), prompt=column)
+    task = load_config("out.yaml").tasks.train[0]
+    assert (task.source, task.prompt_column) == (name, column) and len(load_problems(task, "train/0")) == 20
+
+
+def test_a_file_of_another_kind_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "data.csv").write_text("prompt,answer\n1+1,2\n")
+    assert call("init", "data.csv") == 2
+    assert "give a file ending in .jsonl, .json, .parquet" in capsys.readouterr().err
+
+
 def test_the_longest_prompt_fits(here: Path) -> None:
     write(here / "data.jsonl", [{"prompt": "short?", "answer": 1}] * 9 + [{"prompt": "7 " * 900, "answer": 2}])
     write_recipe(Path("data.jsonl"), model="tiny")

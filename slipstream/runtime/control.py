@@ -12,8 +12,8 @@ from slipstream.files import read_json, replacing
 CONTROL_FILE = "control.json"
 
 
-def ask_for_workers(run_dir: Path, num_workers: int) -> None:
-    """ValueError if nobody would do it."""
+def ask_for_workers(run_dir: Path, num_workers: int) -> str | None:
+    """What the run's mode cannot do with so many, in a sentence. ValueError if nobody would do it."""
     if not (run_dir / "config.yaml").is_file():
         raise ValueError(f"{run_dir} is not the folder of a run")
     config = load_config(run_dir / "config.yaml")
@@ -25,6 +25,9 @@ def ask_for_workers(run_dir: Path, num_workers: int) -> None:
         raise ValueError(f"no run is going on in {run_dir}; start it with rollout.workers={num_workers}")
     with replacing(run_dir / CONTROL_FILE) as partial:
         partial.write_text(json.dumps({"rollout_workers": num_workers}))
+    if config.mode == "rhyme" and num_workers < 4:
+        return "with 2 or 3 rollout workers mode=rhyme shares nothing out by length: ask for 4 or more"
+    return None
 
 
 def workers_asked_for(run_dir: Path) -> int | None:

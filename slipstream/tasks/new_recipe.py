@@ -6,17 +6,16 @@ back as a recipe, and its problems checked against its reward, as the start of a
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from slipstream.config import build_config
 from slipstream.tasks.columns import TEMPLATE_TOKENS, DataLook, count_repeated, estimate_tokens, look_at
 from slipstream.tasks.rewards import check_rewards
-from slipstream.tasks.sources import load_problems
+from slipstream.tasks.sources import FILE_SUFFIXES, load_problems
 
 SAMPLES, MOST_PROMPTS = 8, 16
 """Of a step."""
@@ -71,8 +70,10 @@ def write_recipe(
         raise ValueError(f"--out {out}: a recipe ends in .yaml")
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
+    if data.suffix not in FILE_SUFFIXES:
+        raise ValueError(f"cannot read {data}: give a file ending in {', '.join(FILE_SUFFIXES)}")
     if not data.is_file():
-        raise ValueError(f"no file {data}; give a .jsonl, .json or .parquet file of your data")
+        raise ValueError(f"no file {data}: give one of your data, ending in {', '.join(FILE_SUFFIXES)}")
     look = look_at(data, prompt=prompt, answer=answer)
     written = [out, reward_file] if look.reward == "own" else [out]
     for path in written:
@@ -106,10 +107,12 @@ def recipe_text(look: DataLook, name: str, model: str, reward_file: Path | None)
     lr = LEARNING_RATES.get(model, USUAL_LEARNING_RATE)
     kind = "messages" if look.prompts_are_messages else "text"
     lines = [
-        f"# {look.num_rows:,} rows of {look.path}; prompt: column {look.prompt_column} ({kind}); "
-        f"answer: {look.answer_note}.",
-        f"model: {json.dumps(model)}",
-        f"run: {{dir: {json.dumps(f'runs/{name}')}}}",
+        _comment(
+            f"{look.num_rows:,} rows of {look.path}; prompt: column {look.prompt_column} ({kind}); "
+            f"answer: {look.answer_note}."
+        ),
+        f"model: {_quoted(model)}",
+        f"run: {{dir: {_quoted(f'runs/{name}')}}}",
         "tasks:",
         "  train:",
         f"    - &data {_flow(task)}",
@@ -125,11 +128,9 @@ def recipe_text(look: DataLook, name: str, model: str, reward_file: Path | None)
         lines += [f"  eval: {{}}  # {why_none}"]
     lines += ["reward:", "  functions:"]
     if reward_file is None:
-        lines += [f"    - {{function: {look.reward}}}  # {_what_it_does(look)}"]
+        lines += [f"    - {{function: {look.reward}}}  {_comment(_what_it_does(look))}"]
     else:
-        lines += [
-            f"    - {{function: {json.dumps(f'{reward_file}:score')}}}  # an example: write your own in that file"
-        ]
+        lines += [f"    - {{function: {_quoted(f'{reward_file}:score')}}}  # an example: write your own in that file"]
     lines += [
         "    # One of your own, beside it or in its place; a column of the data comes as the argument of its name:",
         "    # - {function: 'rewards.py:brief', weight: 0.1}",
@@ -162,8 +163,8 @@ def _held_out(look: DataLook) -> tuple[int, str]:
     return number, ""
 
 
-def _task_set(look: DataLook) -> dict[str, Any]:
-    task: dict[str, Any] = {"source": str(look.path)}
+def _task_set(look: DataLook) -> dict[str, str]:
+    task: dict[str, str] = {"source": str(look.path)}
     if look.prompt_column != "prompt":
         task["prompt_column"] = look.prompt_column
     if look.answer_column not in (None, "answer", "ground_truth"):
@@ -182,9 +183,18 @@ def _rounded(tokens: int) -> int:
     return -(-tokens // ROUND_TO) * ROUND_TO
 
 
-def _flow(mapping: dict[str, Any]) -> str:
-    """On one line; JSON strings are YAML too."""
-    return "{" + ", ".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in mapping.items()) + "}"
+def _flow(mapping: dict[str, str]) -> str:
+    """On one line."""
+    return "{" + ", ".join(f"{key}: {_quoted(value)}" for key, value in mapping.items()) + "}"
+
+
+def _quoted(text: str) -> str:
+    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).strip()
+
+
+def _comment(text: str) -> str:
+    """On one line, whatever a name has in it."""
+    return f"# {' '.join(''.join(one if one.isprintable() else ' ' for one in text).split())}"
 
 
 def _check(text: str, out: Path) -> None:

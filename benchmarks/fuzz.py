@@ -6,10 +6,11 @@
 Kinds of case, in turn: `settings` (a recipe with one or two values by chance is asked for with --dry-run; what that
 accepts is trained with for one step, unless the value only asks for more work), `data` (a damaged .jsonl, .json or
 .parquet is trained on), `runs` (a file of a finished run is damaged, and the run is resumed, evaluated, reported on,
-simulated, replayed or taught from), `files` (a damaged curve, trace or recipe, or what is no file) and `options` (any
-command with wrong words for its options). Each case is a process of its own with a time limit, forked from one that has
-imported torch. A case is drawn from the seed, its kind and its number alone: --only runs one again and shows what it
-printed. Ends with a table of what became of the cases, and exits with 1 if there is a finding.
+simulated, replayed or taught from), `files` (a damaged curve, trace or recipe, or what is no file), `options` (any
+command with wrong words for its options) and `edges` (every number at the smallest and at the largest value that is
+accepted, and every choice: each is trained with). Each case is a process of its own with a time limit, forked from one
+that has imported torch. A case is drawn from the seed, its kind and its number alone: --only runs one again and shows
+what it printed. Ends with a table of what became of the cases, and exits with 1 if there is a finding.
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import yaml
-from fuzz_inputs import NO_FILES, base_tree, damage, draw_setting, draw_words, with_value
+from fuzz_inputs import NO_FILES, base_tree, damage, draw_setting, draw_words, settings, values_for, with_value
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli import main
+from slipstream.config import build_config
+from slipstream.runtime.capacity import check_start
 
 LIMIT_S = 240.0
 """Of a case; a step of the tiny model takes two seconds on an idle core, and much longer on a busy one."""
@@ -152,7 +155,7 @@ def _become_command(words: list[str], folder: Path) -> None:
 
 class Fuzz:
     def __init__(self, folder: Path, seed: int) -> None:
-        self._folder, self._seed = folder, seed
+        self._folder, self._seed, self._edges = folder, seed, edges()
         self._finished = folder / "finished"
         tree = base_tree(self._finished / "run")
         tree["train"]["steps"] = 2
@@ -160,6 +163,11 @@ class Fuzz:
         recipe = self._write_recipe(self._finished, tree)
         first = run(["train", str(recipe), "--quiet"], self._finished, 300)
         assert first.verdict == "ran", first
+
+    @property
+    def num_edges(self) -> int:
+        """How many are still to be asked."""
+        return len(self._edges)
 
     def ask(self, kind: str, number: int) -> Case:
         chance = random.Random(f"{self._seed} {kind} {number}")
@@ -190,6 +198,13 @@ class Fuzz:
         trained = run(["train", str(recipe), "--quiet"], folder)
         late = replace(trained, verdict="late") if trained.verdict == "refused" else trained
         return what + " (train)", late
+
+    def edges(self, chance: random.Random, folder: Path) -> tuple[str, Outcome]:
+        if not self._edges:
+            return "", Outcome("more work", 0.0, "")
+        path, value = self._edges.pop(0)
+        recipe = self._write_recipe(folder, with_value(base_tree(folder / "run"), path, value))
+        return f"{path}={value!r:.60} (train)", run(["train", str(recipe), "--quiet"], folder)
 
     def data(self, chance: random.Random, folder: Path) -> tuple[str, Outcome]:
         import pyarrow
@@ -284,12 +299,38 @@ class Fuzz:
         return folder / "x.yaml"
 
 
+def edges() -> list[tuple[str, Any]]:
+    """Of every number the smallest and the largest value that are accepted, and every choice of words."""
+    found: list[tuple[str, Any]] = []
+    for path, info in settings():
+        accepted = [value for value in values_for(info) if _is_accepted(path, value)]
+        numbers = [value for value in accepted if isinstance(value, int | float) and not isinstance(value, bool)]
+        if any(kind in (info.annotation, *get_args(info.annotation)) for kind in (int, float)) and numbers:
+            found += [(path, min(numbers)), (path, max(numbers))]
+        else:
+            words = {
+                word for part in (info.annotation, *get_args(info.annotation)) for word in get_args(part) or [part]
+            }
+            choices = dict.fromkeys(value for value in accepted if isinstance(value, str | bool))
+            found += [(path, value) for value in choices if isinstance(value, bool) or value in words]
+    return found
+
+
+def _is_accepted(path: str, value: Any) -> bool:
+    try:
+        check_start(build_config(with_value(base_tree(Path("runs/fuzz")), path, value)))
+    except ValueError:
+        return False
+    return not _asks_for_more(path, value) and path not in ("run.dir", "tasks.train.0.source", "tasks.eval.held.source")
+
+
 KINDS: dict[str, Callable[[Fuzz, random.Random, Path], tuple[str, Outcome]]] = {
     "settings": Fuzz.settings,
     "runs": Fuzz.runs,
     "data": Fuzz.data,
     "options": Fuzz.options,
     "files": Fuzz.files,
+    "edges": Fuzz.edges,
 }
 
 
@@ -322,7 +363,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default=",".join(kind for kind in KINDS if kind != "edges"))
     parser.add_argument("--first", type=int, default=0, help="number of the first case of each kind")
     parser.add_argument("--only", type=int, help="this case of the one kind given, with all that it printed")
     parser.add_argument("--out", type=Path)
@@ -340,7 +381,11 @@ def run_all(arguments: argparse.Namespace, folder: Path) -> list[Case]:
     while time.monotonic() < until_s:
         for kind in kinds:
             cases.append(fuzz.ask(kind, number))
+            if cases[-1].verdict.isupper() or kind == "edges":
+                print(cases[-1].verdict, kind, number, repr(cases[-1].what), file=sys.stderr, flush=True)
         number += 1
+        if kinds == ["edges"] and not fuzz.num_edges:
+            break
     print(f"cases {arguments.first} to {number - 1} of each kind")
     return cases
 

@@ -61,6 +61,12 @@ class Section(BaseModel):
         return value
 
 
+def _holds_the_prompt(template: str) -> str:
+    if "{prompt}" not in template:
+        raise ValueError(f"{template!r:.80} has no {{prompt}}: the question would be lost")
+    return template
+
+
 class TaskSet(Section):
     """Where the problems of one set come from."""
 
@@ -82,7 +88,7 @@ class TaskSet(Section):
     """Column with the reference answer; rewards see it as `answer`."""
     system: str | None = None
     """System message put before every prompt."""
-    template: str = "{prompt}"
+    template: Annotated[str, AfterValidator(_holds_the_prompt)] = "{prompt}"
     """Text around a prompt, e.g. "{prompt}\\nGive only the number."."""
 
 

@@ -447,9 +447,13 @@ def _share(text: str, option: str) -> float:
 
 
 def _whole_number(text: str, option: str) -> int:
-    if not text.strip().isdigit() or int(text) < 1:
-        raise ValueError(f"{option} takes whole numbers separated by commas, not '{text}'")
-    return int(text)
+    try:
+        number = int(text)
+    except ValueError:  # also of one with more digits than Python reads
+        number = 0
+    if number < 1:
+        raise ValueError(f"{option} takes whole numbers from 1 on separated by commas, not '{text:.40}'")
+    return number
 
 
 def main(arguments: list[str] | None = None) -> None:

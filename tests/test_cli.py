@@ -315,7 +315,7 @@ def test_the_engine_bench_writes_what_it_prints(
     [
         (["--shapes", "tiny,smolm2-135m"], "unknown shape 'smolm2-135m'; known: smollm2-135m, "),
         (["--shapes", "./nowhere"], "no model folder at './nowhere'"),
-        (["--batches", "1,many"], "--batches takes whole numbers separated by commas, not 'many'"),
+        (["--batches", "1,many"], "--batches takes whole numbers from 1 on separated by commas, not 'many'"),
         (["--batches", "0"], "--batches takes whole numbers"),
         (["--batches", ""], "--batches takes whole numbers"),
         (["--dtype", "float8"], "--dtype is auto, float32 or bfloat16, not 'float8'"),

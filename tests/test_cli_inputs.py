@@ -312,9 +312,21 @@ def test_an_answer_that_is_null_is_refused_as_a_missing_one_is(content: str, fun
         ("simulate --size 1e308", "a model of 1e+308 billion weights cannot be"),
         ("plan --gpus h100:99999999", "'h100:99999999': 99,999,999 GPUs are more than the 65,536"),
         ("plan --gpus h100:8 --samples 100000000", "rollouts that are simulated at most"),
+        ("simulate --scaling \u00b2", "--scaling takes whole numbers from 1 on separated by commas, not '\u00b2'"),
+        (f"simulate --scaling {'9' * 5000}", "--scaling takes whole numbers from 1 on"),
+        ("bench engine --shapes tiny --batches 99999999999", "--batches and --new-tokens: 99,999,999,999 sequences of"),
+        ("bench history --shape tiny --new-tokens 99999999999", "--batches and --new-tokens: 32 sequences of"),
     ],
 )
-def test_what_would_be_simulated_for_days_is_refused(
+def test_what_takes_days_or_more_memory_than_there_is_is_refused(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refused(capsys, *words.split())
+
+
+def test_more_workers_than_the_machine_has_room_for_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree(mode="sync")))
+    said = refused(capsys, "scale", str(tmp_path), "--rollout", "100000")
+    assert "train.ranks + rollout.workers = 100,001 processes" in said

@@ -23,6 +23,7 @@ from slipstream.files import check_output_file
 from slipstream.history.format import words_of
 from slipstream.models.precision import resolve_precision
 from slipstream.runtime.benches import check_shape, describe_machine, load_shape, new_table, shape_width, write_record
+from slipstream.runtime.capacity import check_sequences
 from slipstream.runtime.engines import choose_device
 from slipstream.runtime.heap import still_heap
 from slipstream.runtime.traces import read_trace
@@ -57,6 +58,7 @@ def bench_history(
     With a `trace` the workloads are its epochs, and the others are left out.
     """
     check_output_file(json_file, "--json")
+    check_sequences(max(batches), new_tokens, "--batches and --new-tokens")
     check_shape(shape)
     recorded = read_trace(trace) if trace is not None else None
     device = choose_device("auto")

@@ -23,6 +23,7 @@ from slipstream.models.loading import check_model, load_model, width_of
 from slipstream.models.model_folder import BUILT_IN, is_folder
 from slipstream.models.precision import Precision, resolve_precision
 from slipstream.models.shapes import SHAPES, random_model
+from slipstream.runtime.capacity import check_sequences
 from slipstream.runtime.engines import choose_device
 from slipstream.runtime.heap import still_heap
 from slipstream.runtime.machine import installed_version
@@ -44,6 +45,7 @@ def bench_engines(
     check_output_file(json_file, "--json")
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"--dtype is auto, float32 or bfloat16, not '{dtype}'")
+    check_sequences(max(batches), PROMPT_TOKENS + new_tokens, "--batches and --new-tokens")
     for shape in shapes:
         check_shape(shape)
     device = choose_device("auto")

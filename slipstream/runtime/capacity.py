@@ -11,7 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config import Config
+from slipstream.config import MAX_INT, Config
 from slipstream.files import check_output_folder, read_json, shown
 
 PROCESS_BYTES = 150 << 20
@@ -31,6 +31,8 @@ LIBRARY_BYTES_A_TOKEN = 4
 THREADS_A_CORE, SMALL_MACHINE_THREADS = 8, 64
 """Threads of one process: some more than cores are of use to compute as a larger machine did, to the bit."""
 PROCESSES_A_CORE, SMALL_MACHINE_PROCESSES = 4, 32
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Of NVIDIA's driver, of Windows' for Linux, of AMD's: torch sees a GPU only through one of these."""
 RUN_DISK_BYTES = 10 << 20
 """Of the smallest run: a checkpoint, the store, the report."""
 
@@ -48,7 +50,7 @@ def this_machine() -> Machine:
     limit = Path("/sys/fs/cgroup/memory.max")  # of a container
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
         memory_bytes = min(memory_bytes, int(text))
-    return Machine(len(os.sched_getaffinity(0)), memory_bytes, Path("/dev/nvidiactl").exists())
+    return Machine(len(os.sched_getaffinity(0)), memory_bytes, any(map(os.path.exists, GPU_DEVICES)))
 
 
 def check_start(config: Config) -> None:
@@ -60,6 +62,8 @@ def check_start(config: Config) -> None:
 
 def check_capacity(config: Config, machine: Machine) -> None:
     """ValueError names the setting that asks for more than the machine has, and a value that fits."""
+    if config.device == "cuda" and not machine.has_gpu and config.runtime == "local":
+        raise ValueError("device=cuda, but this machine has no GPU: write device=cpu or device=auto")
     _check_cores(config, machine)
     for setting, count, bytes_each in memory_of(config, machine):
         if count * bytes_each > machine.memory_bytes:
@@ -100,6 +104,17 @@ def memory_of(config: Config, machine: Machine) -> list[tuple[str, int, int]]:
     if config.draft.library_tokens is not None:
         found.append(("draft.library_tokens", config.draft.library_tokens, LIBRARY_BYTES_A_TOKEN))
     return found
+
+
+def check_sequences(num_sequences: int, length: int, where: str) -> None:
+    """ValueError if an engine for so many sequences of that length does not fit. `where`: the options that say so."""
+    machine = this_machine()
+    num_bytes = num_sequences * length * (SLOT_BYTES_A_TOKEN + (0 if machine.has_gpu else KV_BYTES_A_TOKEN))
+    if max(num_sequences, length) > MAX_INT or num_bytes > machine.memory_bytes:
+        raise ValueError(
+            f"{where}: {num_sequences:,} sequences of {length:,} tokens take at least {_size(num_bytes)}, and this "
+            f"machine has {_size(machine.memory_bytes)} of memory: write smaller numbers"
+        )
 
 
 def check_disk(config: Config) -> None:

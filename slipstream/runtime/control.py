@@ -8,6 +8,7 @@ from pathlib import Path
 
 from slipstream.config import load_config
 from slipstream.files import read_json, replacing
+from slipstream.runtime.capacity import check_capacity, this_machine
 
 CONTROL_FILE = "control.json"
 
@@ -21,6 +22,8 @@ def ask_for_workers(run_dir: Path, num_workers: int) -> str | None:
         raise ValueError(f"{run_dir} samples in the process that trains (mode=colocated): there are no workers to add")
     if config.mode == "rhyme" and num_workers < 2:
         raise ValueError("mode=rhyme shares rollouts out among workers by length: it needs 2 or more (4: two groups)")
+    wanted = config.rollout.model_copy(update={"workers": num_workers, "scale": None})
+    check_capacity(config.model_copy(update={"rollout": wanted}), this_machine())
     if not _is_running(run_dir):
         raise ValueError(f"no run is going on in {run_dir}; start it with rollout.workers={num_workers}")
     with replacing(run_dir / CONTROL_FILE) as partial:

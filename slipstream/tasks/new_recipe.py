@@ -15,7 +15,7 @@ import yaml
 from slipstream.config import build_config
 from slipstream.tasks.columns import TEMPLATE_TOKENS, DataLook, count_repeated, estimate_tokens, look_at
 from slipstream.tasks.rewards import check_rewards
-from slipstream.tasks.sources import FILE_SUFFIXES, load_problems
+from slipstream.tasks.sources import FILE_SUFFIXES, open_problems
 
 SAMPLES, MOST_PROMPTS = 8, 16
 """Of a step."""
@@ -203,7 +203,7 @@ def _check(text: str, out: Path) -> None:
     sets = {f"train/{number}": one for number, one in enumerate(config.tasks.train)}
     sets |= {f"eval/{name}": one for name, one in config.tasks.eval.items()}
     for name, task_set in sets.items():
-        check_rewards(config.reward, load_problems(task_set, name))
+        check_rewards(config.reward, open_problems(task_set, name))
 
 
 def _told(look: DataLook, out: Path, reward_file: Path) -> list[str]:

@@ -56,6 +56,14 @@ def test_half_line_without_resume_is_not_glued(tmp_path: Path) -> None:
     assert lines(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
+def test_a_whole_line_without_an_end_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a": 2.0}')
+    with MetricLog(tmp_path) as log:
+        log.resume_after(2)
+        log.write(3, {"a": 3.0})
+    assert [line["a"] for line in lines(tmp_path)] == [1.0, 2.0, 3.0]
+
+
 def test_a_foreign_line_is_shown(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nhello\n{"step": 2}\n')
     with MetricLog(tmp_path) as log, pytest.raises(ValueError, match=r"metrics\.jsonl.*hello"):

@@ -34,6 +34,8 @@ from slipstream.train.checkpoint import latest_checkpoint
 from slipstream.train.trainer import Trainer
 
 STEPS = 4
+LEFT = {"config.yaml", "run.db", "metrics.jsonl", "trace.json", "report.html", "checkpoints", "latest", "logs"}
+"""In the folder of a run with several processes, at its end."""
 SYNC: dict[str, Any] = {"mode": "sync", "rollout": {"workers": 2, "silence_s": 5}}
 
 
@@ -54,6 +56,12 @@ def learned(run_dir: Path) -> list[dict[str, float]]:
     """What a row says of the policy; not of the workers, nor of how well their work was foretold."""
     kept = ("step", "reward/", "response_length/", "actor/", "mismatch_kl", "eval/")
     return [{name: value for name, value in row.items() if name.startswith(kept)} for row in measured(run_dir)]
+
+
+def assert_tidy(run_dir: Path, also: frozenset[str] = frozenset()) -> None:
+    """Nothing is left of what only its processes needed, and nothing half written."""
+    assert {path.name for path in run_dir.iterdir()} == LEFT | also
+    assert not list(run_dir.rglob(".*"))
 
 
 def assert_same_run(run_dir: Path, other: Path) -> None:
@@ -125,6 +133,7 @@ def harm_everyone(run_dir: Path, run: subprocess.Popen[str]) -> tuple[str, str]:
 def test_a_synchronous_run_with_two_workers_has_the_weights_of_a_colocated_one(colocated: Path, tmp_path: Path) -> None:
     outcome = run_training(load_config(write_recipe(tmp_path, "run", **SYNC)), quiet=True)
     assert (outcome.reason, outcome.step) == ("done", STEPS)
+    assert_tidy(tmp_path / "run")
     assert_same_run(tmp_path / "run", colocated)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(row["rollout/staleness"] == 0 and row["timing_s/gen"] > 0 for row in rows[1:])
@@ -207,6 +216,8 @@ def test_processes_that_are_killed_or_hang_change_nothing(colocated: Path, tmp_p
     assert "rollout workers: 3 instead of 2" in said
     assert f"{killed} is started again" in said and f"{hanging} has said nothing for" in said
     assert "trainer (process" in said and "was ended by SIGKILL. Its log:" in said
+    assert "leaked" not in said
+    assert_tidy(run_dir, frozenset({"run.db-wal", "run.db-shm"}) & {path.name for path in run_dir.iterdir()})
     assert_same_run(run_dir, colocated)
 
 
@@ -293,6 +304,7 @@ def test_workers_that_train_a_drafter_together_sample_the_same_and_checkpoints_h
     policy = load_model(str(saved.target), dtype=torch.float32, device=torch.device("cpu"))
     assert saved.state.num_updates > 0 and saved.state.target_digest == fingerprint(policy)
     assert any(name.startswith("optimizer.") for name in saved.state.tensors), "what its training goes on from"
+    assert_tidy(run_dir)
     lines = export_from(run_dir, tmp_path / "exported", file_format=None, dtype="float32", target=None)
     assert "a drafter for" in lines[0] and (tmp_path / "exported" / "model.safetensors").is_file()
 
@@ -323,6 +335,7 @@ def test_a_worker_killed_while_it_trains_the_drafter_changes_nothing_and_a_resum
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert before > 0 and rows[3]["drafter/updates"] >= before, "it goes on from where it was"
     assert find_drafter(run_dir).state.num_updates >= before
+    assert_tidy(run_dir, frozenset({"history.db"}))
 
 
 @pytest.mark.slow

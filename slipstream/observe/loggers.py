@@ -82,6 +82,9 @@ class JsonLines:
     def _cut_half_line(self) -> None:
         content = self.path.read_bytes()
         half = content[content.rfind(b"\n") + 1 :]
+        if half.endswith(b"}") and half.startswith(LINE_START):  # whole, but for its end: an editor's
+            self._file.write(b"\n")
+            return
         # A killed writer leaves the beginning of a line, a power cut perhaps zeros: anything else is not ours to cut.
         if half and not half.startswith(LINE_START[: len(half)]) and half.strip(b"\0"):
             raise _not_metrics(self.path, half)

@@ -15,7 +15,7 @@ import math
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -119,10 +119,22 @@ class RolloutFacts:
     length: int
 
 
+def is_run_store(run_dir: Path) -> bool:
+    """Whether `run.db` is a store that Slipstream has written, of any version; no process may write to it now."""
+    path = run_dir / "run.db"
+    flags = "mode=ro" if path.with_name("run.db-wal").exists() else "mode=ro&immutable=1"
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?{flags}", uri=True, timeout=30.0)) as connection:
+            return bool(connection.execute("SELECT 1 FROM meta WHERE key = 'schema_version'").fetchall())
+    except sqlite3.Error:
+        return False
+
+
 class RunStore:
     """Open `<run_dir>/run.db`, creating it unless `read_only`. Methods may be called from any thread, one at a time."""
 
-    def __init__(self, run_dir: Path, read_only: bool = False) -> None:
+    def __init__(self, run_dir: Path, read_only: bool = False, at_rest: bool = False) -> None:
+        """`at_rest`: to read a store that nobody writes to meanwhile, which leaves no file beside it."""
         self.path = Path(run_dir) / "run.db"
         self._lock = threading.RLock()
         self.rows_read = 0
@@ -130,7 +142,7 @@ class RunStore:
         if read_only and not self.path.is_file():
             raise RunStoreError(f"{self.path}: no such file; give the folder of a run (it holds run.db)")
         with self._faults_named():
-            self._connection = self._open_to_read() if read_only else self._open_to_write()
+            self._connection = self._open_to_read(at_rest) if read_only else self._open_to_write()
 
     def _open_to_write(self) -> sqlite3.Connection:
         try:
@@ -154,12 +166,13 @@ class RunStore:
             raise
         return connection
 
-    def _open_to_read(self) -> sqlite3.Connection:
+    def _open_to_read(self, at_rest: bool) -> sqlite3.Connection:
         address = self.path.resolve().as_uri()
         wal = self.path.with_name(self.path.name + "-wal")
         # Reading a WAL file needs its -shm beside it, which cannot be made on a read-only disk (an archived run).
         # Without a -wal there is no writer, and the file may be read as it lies.
-        for flags in ("mode=ro", "mode=ro&immutable=1"):
+        first = () if at_rest and not wal.exists() else ("mode=ro",)
+        for flags in (*first, "mode=ro&immutable=1"):
             connection = sqlite3.connect(f"{address}?{flags}", uri=True, timeout=30.0, check_same_thread=False)
             try:
                 self._check_version(connection)
@@ -242,6 +255,20 @@ class RunStore:
             return []
         query = "SELECT max(step), device, account, sum(seconds) FROM ledger GROUP BY device, account"
         return [Entry(*row) for row in self._read(query)]
+
+    def num_rollouts_after(self, step: int = -1) -> int:
+        """Training and evaluation rollouts of later steps."""
+        return int(self._read("SELECT COUNT(*) FROM rollouts WHERE step > ?", (step,))[0][0])
+
+    def last_step(self) -> int:
+        """Newest step of a rollout or a metric; -1 if there is none."""
+        steps = "SELECT MAX(step) FROM rollouts UNION SELECT MAX(step) FROM metrics"
+        return max((step for (step,) in self._read(steps) if step is not None), default=-1)
+
+    def saved_step(self) -> int:
+        """Step of the newest checkpoint that was saved; -1 if none was."""
+        (newest,) = self._read("SELECT MAX(json_extract(payload, '$.step')) FROM events WHERE name = 'Saved'")[0]
+        return -1 if newest is None else int(newest)
 
     def forget_after(self, trained_step: int, recorded_step: int) -> None:
         """For a resume: forget training rollouts and events of steps after `trained_step`, and evaluations and metrics

@@ -5,7 +5,6 @@ Owns the order in which things are checked, opened and closed, and the signals. 
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -96,13 +95,21 @@ class Outcome:
 def run_training(
     config: Config, *, resume: bool | Path = False, overwrite: bool = False, quiet: bool = False
 ) -> Outcome:
-    """Train to the end of the recipe, from the start or from a checkpoint. ValueError for what the user can fix."""
+    """Train to the end of the recipe, from the start or from a checkpoint. ValueError for what the user can fix.
+
+    `overwrite`: delete the run that is in the folder; with a checkpoint to resume from, what came after that."""
     check_start(config)
+    with RunFolder.opened(config.run.dir) as folder:
+        return _train_on(config, folder, resume=resume, overwrite=overwrite, quiet=quiet)
+
+
+def _train_on(config: Config, folder: RunFolder, *, resume: bool | Path, overwrite: bool, quiet: bool) -> Outcome:
+    """Whatever becomes of the process that trains."""
     losses, flag, lost = 0, StopFlag(), None
     while True:
         before = latest_checkpoint(config.run.dir)
         try:
-            return _train_once(config, flag, resume=resume, overwrite=overwrite, quiet=quiet, lost=lost)
+            return _train_once(config, folder, flag, resume=resume, overwrite=overwrite, quiet=quiet, lost=lost)
         except TrainerLost as loss:
             after = latest_checkpoint(config.run.dir)
             losses = losses + 1 if after == before else 1
@@ -117,11 +124,17 @@ def run_training(
 
 
 def _train_once(
-    config: Config, flag: StopFlag, *, resume: bool | Path, overwrite: bool, quiet: bool, lost: Kept | None
+    config: Config,
+    folder: RunFolder,
+    flag: StopFlag,
+    *,
+    resume: bool | Path,
+    overwrite: bool,
+    quiet: bool,
+    lost: Kept | None,
 ) -> Outcome:
     """`lost`: it goes on because the trainer was lost, not because somebody asked, and this was under way."""
     with ExitStack() as stack:
-        folder = stack.enter_context(RunFolder.opened(config.run.dir))
         console = stack.enter_context(Console(config.train.steps, quiet=quiet))
         checkpoint = folder.checkpoint_to_resume(config, resume, overwrite)
         stack.enter_context(threads(config.train.threads))
@@ -251,10 +264,11 @@ class _Run:
             self.position, self.concluded, self.row = state["position"], state["concluded"], state["row"]
             self.under_way = tuple((rounds, tuple(positions)) for rounds, positions in state.get("under_way", ()))
         recorded = self.step if self.concluded else self.step - 1
+        again = "" if checkpoint is None else self._computed_again()
         self.store.forget_after(self.step, recorded)
         self.log.resume_after(recorded)
         self.advice.replay(self.store.metrics_by_name())  # what was told before is not told again
-        where = f"resumed from {checkpoint.path}" if checkpoint else "from the start"
+        where = f"resumed from {checkpoint.path}{again}" if checkpoint else "from the start"
         num_parameters = sum(p.numel() for p in self.model.parameters())
         lines = [
             f"{self.config.run.dir}: {self.config.model} ({num_parameters / 1e6:.1f}M parameters) on {device}, {where}"
@@ -268,6 +282,15 @@ class _Run:
                 "a step costs by the token on a CPU, so a drafter hardly ever pays there, and its updates take time "
                 "after each step: draft.source=off is faster, and samples the same tokens"
             )
+
+    def _computed_again(self) -> str:
+        """What was recorded after the checkpoint, in words; empty if nothing was."""
+        num_rollouts, last_step = self.store.num_rollouts_after(self.step), self.store.last_step()
+        if not num_rollouts:
+            return ""
+        return (
+            f"; {num_rollouts:,} rollouts of steps {self.step + 1} to {last_step}, recorded after it, are recorded anew"
+        )
 
     def warm_up(
         self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], prompts: Sequence[Prompt], grader: Grader
@@ -408,12 +431,11 @@ class _Run:
 
     def publish_drafter(self) -> int | None:
         """The drafter that rollout workers begin with, which this process lets go of: the updates that it took."""
-        folder, learner = self.config.run.dir / VERSIONS_FOLDER, self.learner
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off: it goes on from its checkpoint
+        learner = self.learner
         if learner is None:
             return None
         state = DrafterState(0, learner.num_updates, fingerprint(self.model), learner.state_dict())
-        versions.publish_first(folder, state, "driver")
+        versions.publish_first(self.config.run.dir / VERSIONS_FOLDER, state, "driver")
         self.learner = None
         learner.close()
         return learner.num_updates

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from slipstream.runtime.coats import sample_in_process, train_in_process
 from slipstream.runtime.crew import TrainerCrew
 from slipstream.runtime.drafter_session import DrafterSession
 from slipstream.runtime.driver import drive
-from slipstream.runtime.folder import LESSONS_FOLDER, LOGS_FOLDER, PROCESSES_FILE, VERSIONS_FOLDER, WEIGHTS_FOLDER
+from slipstream.runtime.folder import LOGS_FOLDER, PROCESSES_FILE, VERSIONS_FOLDER, WEIGHTS_FOLDER
 from slipstream.runtime.kept import Kept
 from slipstream.runtime.placement import trainer_name
 from slipstream.runtime.pool import Pool, WorkerLink
@@ -88,7 +87,6 @@ def stream(
     """Run until there is nothing left to do; the reason why it ended. `row`: metrics of the step it begins with."""
     config, runtime, run_dir = parts.config, parts.runtime, parts.config.run.dir
     weights_folder = run_dir / WEIGHTS_FOLDER
-    shutil.rmtree(weights_folder, ignore_errors=True)  # of a run that was cut off: versions are numbered anew
     step = first.step
 
     def write(now_s: float, *items: Item) -> None:
@@ -162,7 +160,6 @@ def stream(
             drafter=drafter,
             drafting=parts.drafting,
         )
-        stack.callback(shutil.rmtree, run_dir / LESSONS_FOLDER, ignore_errors=True)  # once all are gone
         stack.callback(pool.close)
         world = StreamWorld(
             config,

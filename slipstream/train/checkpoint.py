@@ -105,6 +105,25 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     return next((path for _, path in _step_folders(run_dir / "checkpoints")), None)
 
 
+def latest_step(run_dir: Path) -> int:
+    """Step of the checkpoint that `latest` names, whether it is there or not; -1 if it names none."""
+    try:
+        match = STEP_FOLDER.fullmatch(Path((run_dir / LATEST).read_text().strip()).name)
+    except (OSError, ValueError):
+        return -1
+    return int(match[1]) if match else -1
+
+
+def checkpoints_after(run_dir: Path, step: int = -1) -> list[Path]:
+    """Those of later steps, the newest first."""
+    return [path for number, path in _step_folders(run_dir / "checkpoints") if number > step]
+
+
+def remove_checkpoints_after(run_dir: Path, step: int) -> None:
+    for path in checkpoints_after(run_dir, step):
+        _remove(path)
+
+
 def step_of(path: Path) -> int:
     """How many steps led to a checkpoint."""
     return read_manifest(path)[0]
@@ -139,7 +158,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if problem is not None:
         others = [other for _, other in _step_folders(path.parent) if other != path and find_damage(other) is None]
         advice = (
-            "resume from another one: " + " or ".join(f"--resume-from {other}" for other in others)
+            "resume from another one: "
+            + " or ".join(f"--resume-from {other}" for other in others)
+            + ", with --overwrite if it is older: what came after it is then deleted"
             if others
             else f"no other intact checkpoint is in {path.parent}; start anew in another run.dir"
         )

@@ -1,16 +1,21 @@
 """The command line. A command parses, calls one function, and says plainly what went wrong.
 
-Exit codes: 0 done; 1 the run failed (disk, graders, numbers); 2 the user can fix it; 130 stopped by Ctrl-C.
+Exit codes: 0 done; 1 the run failed (disk, graders, numbers); 2 the user can fix it; 130 stopped by Ctrl-C or SIGTERM.
 Nothing heavy is imported before a command needs it, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import re
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -30,6 +35,7 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 """What a user's text may hold and a terminal should not be sent: control characters, bytes that are not UTF-8."""
+STOPPED = 130
 _TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -38,10 +44,16 @@ def train(
     context: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="A .yaml file, or the name of a recipe that comes with Slipstream.")],
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run's last checkpoint, if it has one.")
+        bool, typer.Option("--resume", help="Go on from the run's last checkpoint; begin if it recorded nothing yet.")
     ] = False,
     resume_from: Annotated[Path | None, typer.Option(help="Go on from this checkpoint folder.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run in run.dir first.")] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Delete the run in run.dir first; with --resume-from, what it recorded after that checkpoint.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the settings and what follows from them.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
@@ -81,7 +93,7 @@ def train(
     if not quiet:
         typer.echo("\n".join(lines))
     if outcome.reason != "done":
-        raise typer.Exit(130)
+        raise typer.Exit(STOPPED)
 
 
 @app.command()
@@ -205,7 +217,7 @@ def train_drafter(
     if not quiet:
         typer.echo("\n".join(lines))
     if not taught.is_done:
-        raise typer.Exit(130)
+        raise typer.Exit(STOPPED)
 
 
 @app.command("export-drafter")
@@ -293,6 +305,7 @@ def simulate(
     ] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write plots to this page.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace these files if they are there.")] = False,
 ) -> None:
     """Compare systems of RL on GPUs you need not have: step times, and how long GPUs are idle.
 
@@ -309,6 +322,8 @@ def simulate(
     """
     from slipstream.simulate.show import show_against, show_comparison
 
+    _keep_results(json_file, "--json", overwrite)
+    _keep_results(html_file, "--html", overwrite)
     if against is not None:
         if html_file is not None:
             raise ValueError("--against has no page: leave out --html, or give --json")
@@ -383,6 +398,7 @@ def bench_engine(
     exact: Annotated[bool, typer.Option(help="Matrix products that give the same bits in every batch.")] = True,
     plain: Annotated[bool, typer.Option("--plain", help="The plain twin: no fused modules, no CUDA graphs.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace that file if it is there.")] = False,
 ) -> None:
     """Time decoding: tokens/s, ms a step, share of the memory bandwidth, graph memory, start-up.
 
@@ -391,6 +407,7 @@ def bench_engine(
     """
     from slipstream.runtime.benches import bench_engines
 
+    _keep_results(json_file, "--json", overwrite)
     sizes = [_whole_number(text, "--batches") for text in batches.split(",")]
     bench_engines(
         shapes.split(","), sizes, new_tokens=new_tokens, dtype=dtype, exact=exact, plain=plain, json_file=json_file
@@ -409,6 +426,7 @@ def bench_history_drafts(
         Path | None, typer.Option(help="Instead: a recorded run, epoch by epoch; its folder, or a file of rollouts.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace that file if it is there.")] = False,
 ) -> None:
     """Time drafts from history against none: texts more or less like their history, and misleading ones.
 
@@ -420,6 +438,7 @@ def bench_history_drafts(
     """
     from slipstream.runtime.bench_history import bench_history
 
+    _keep_results(json_file, "--json", overwrite)
     sizes = [_whole_number(text, "--batches") for text in batches.split(",")]
     shares = [_share(text, "--likenesses") for text in likenesses.split(",")]
     bench_history(shape, sizes, shares, new_tokens=new_tokens, trace=trace, json_file=json_file)
@@ -434,6 +453,12 @@ def _check_model_folder(name: str) -> None:
 
         check_model(name)
         load_tokenizer(name)
+
+
+def _keep_results(file: Path | None, option: str, overwrite: bool) -> None:
+    """ValueError if the file holds something already. For before the work."""
+    if file is not None and file.is_file() and file.stat().st_size and not overwrite:
+        raise ValueError(f"{option} {file} is there already: add --overwrite to replace it, or name another file")
 
 
 def _share(text: str, option: str) -> float:
@@ -457,17 +482,43 @@ def _whole_number(text: str, option: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The console command."""
+    """The console command. With `arguments`, as a function of another program, it leaves that one's signals alone."""
+    if arguments is not None:
+        _run(arguments)
+    with _signals_of_a_command():
+        _run(None)
+
+
+def _run(arguments: list[str] | None) -> NoReturn:
     try:
         code = app(args=arguments, standalone_mode=False)
-    except typer.Abort:
-        _fail("stopped at once; the last checkpoint is intact", 130)
+    except (typer.Abort, KeyboardInterrupt):
+        _fail("stopped at once; the last checkpoint is intact", STOPPED)
     except Exception as error:
         _explain(error)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _explain(error: Exception) -> None:
+@contextmanager
+def _signals_of_a_command() -> Iterator[None]:
+    """SIGTERM is Ctrl-C, from the first line to the last: whenever it comes, the exit code says how the command ended.
+
+    Python gives both back to the system before it is done, and one that comes then would end the process by itself."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    code = 1
+    try:
+        try:
+            yield
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else code
+            raise
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: os._exit(code))
+            atexit.register(signal.signal, number, signal.SIG_IGN)
+
+
+def _explain(error: Exception) -> NoReturn:
     """One sentence for what the user or the machine did; anything else is a bug of ours and keeps its traceback."""
     if isinstance(error, UsageError):
         error.show()  # type: ignore[attr-defined]
@@ -489,7 +540,7 @@ def _raised_by_us(error: Exception) -> bool:
     return module.startswith("slipstream") or module == __name__  # "__main__" with `python -m slipstream.cli`
 
 
-def _fail(sentence: str, code: int) -> None:
+def _fail(sentence: str, code: int) -> NoReturn:
     sys.stdout.flush()
     print(f"slipstream: {_UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], sentence)}", file=sys.stderr)
     sys.exit(code)

@@ -160,9 +160,11 @@ def test_a_corrupt_checkpoint_is_named_with_the_intact_one(tmp_path: Path, capsy
     weights.write_bytes(weights.read_bytes()[:-100])
     assert train(tmp_path, settings(tmp_path), "--resume") == 2
     error = capsys.readouterr().err
-    assert "model.safetensors" in error and "--resume-from" in error
+    assert "model.safetensors" in error and "--resume-from" in error and "--overwrite" in error
     intact = tmp_path / "run" / "checkpoints" / "step_0"
-    assert train(tmp_path, settings(tmp_path), "--resume-from", str(intact)) == 0
+    assert train(tmp_path, settings(tmp_path), "--resume-from", str(intact)) == 2
+    assert "holds 4 rollouts of steps 1 to 1 and checkpoint step_1" in capsys.readouterr().err
+    assert train(tmp_path, settings(tmp_path), "--resume-from", str(intact), "--overwrite") == 0
 
 
 @pytest.fixture
@@ -308,6 +310,31 @@ def test_the_engine_bench_writes_what_it_prints(
     ]
     for row in record["rows"]:
         assert row["tokens_per_s"] > 0 and row["step_ms"] > 0 and row["bandwidth_share"] > 0 and row["kv_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench engine --shapes tiny --json",
+        "bench history --shape tiny --json",
+        "simulate --json",
+        "simulate --html",
+        "simulate --against nowhere --json",
+    ],
+)
+def test_results_of_another_time_are_kept(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results"
+    file.write_text("of another time")
+    assert call(*command.split(), str(file)) == 2
+    assert f"{file} is there already: add --overwrite" in capsys.readouterr().err
+    assert file.read_text() == "of another time"
+
+
+def test_results_of_another_time_are_replaced_with_overwrite(tmp_path: Path) -> None:
+    file = tmp_path / "results"
+    file.write_text("of another time")
+    assert call("simulate", "--gpus", "2", "--prompts", "2", "--steps", "8", "--json", str(file), "--overwrite") == 0
+    assert json.loads(file.read_text())["results"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -165,7 +167,7 @@ def kill_at_some_moment(recipe: Path, run_dir: Path, moments: random.Random) -> 
         time.sleep(0.05)
     time.sleep(moments.uniform(0.0, 0.4))
     process.kill()
-    process.communicate()
+    assert "leaked" not in process.communicate()[0]
     return process.returncode == -signal.SIGKILL
 
 
@@ -209,6 +211,29 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(unbroken: Path, tmp_path: Pat
     assert saved not in ("checkpoints/step_0", "checkpoints/step_6")
     assert run_training(load_config(recipe), resume=True, quiet=True).reason == "done"
     assert_same_run(tmp_path / "run", unbroken)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"mode": "sync", "rollout": {"workers": 2}}, marks=pytest.mark.slow)],
+    ids=["colocated", "sync"],
+)
+def test_signals_that_come_again_and_again_end_a_run_with_130(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Also while it ends, down to the last moments of the interpreter."""
+    train, run = SETTINGS["train"] | {"steps": 1000}, {"dir": str(tmp_path / "run"), "save_every": 1000}
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(yaml.safe_dump(SETTINGS | {"train": train, "run": run, "eval": {"every": 0}} | changes))
+    process, rows = start(recipe), tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (rows.exists() and rows.read_text().count("\n") >= 2):
+        time.sleep(0.02)
+    for number in itertools.cycle([signal.SIGTERM, signal.SIGINT]):
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.15)
+            break
+    said, _ = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in said and "leaked" not in said, said
+    assert not {"processes.json", ".scratch", ".lock"} & {path.name for path in (tmp_path / "run").iterdir()}
 
 
 @pytest.mark.slow
@@ -330,7 +355,8 @@ def test_resume_from_an_earlier_checkpoint_makes_it_the_latest(unbroken: Path, t
     run_dir = tmp_path / "run"
     shutil.copytree(unbroken, run_dir)
     config = load_config(unbroken / "config.yaml", [f"run.dir={run_dir}"])
-    assert run_training(config, resume=run_dir / "checkpoints" / "step_4", quiet=True).reason == "done"
+    older = run_dir / "checkpoints" / "step_4"
+    assert run_training(config, resume=older, overwrite=True, quiet=True).reason == "done"
     assert_same_run(run_dir, unbroken)
     with pytest.raises(ValueError, match="is not a checkpoint of"):
         run_training(config, resume=unbroken / "checkpoints" / "step_4", quiet=True)

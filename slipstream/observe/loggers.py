@@ -15,6 +15,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -192,6 +193,16 @@ class Wandb:
 
 
 LOGGERS: dict[str, type[TensorBoard] | type[Wandb]] = {"tensorboard": TensorBoard, "wandb": Wandb}
+PACKAGES = {"tensorboard": "tensorboard.compat.proto.event_pb2", "wandb": "wandb"}
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """ValueError if the package of one is not installed. For before a run folder changes."""
+    for name in names:
+        try:
+            import_module(PACKAGES[name])
+        except ImportError:
+            raise _missing_package(name) from None
 
 
 def _missing_package(name: str) -> ValueError:

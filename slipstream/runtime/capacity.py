@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slipstream.config import MAX_INT, Config
 from slipstream.files import check_output_folder, read_json, shown
+from slipstream.observe.loggers import check_loggers
 
 PROCESS_BYTES = 150 << 20
 """Of a process that has imported torch, beside what it shares with others."""
@@ -57,6 +58,7 @@ def check_start(config: Config) -> None:
     """ValueError for what a run would fail of on this machine, as far as that is known before a model is loaded."""
     check_capacity(config, this_machine())
     check_output_folder(config.run.dir, "run.dir")
+    check_loggers(config.run.loggers)
     check_disk(config)
 
 

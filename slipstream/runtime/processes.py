@@ -223,6 +223,9 @@ def _live(
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # With "forkserver" numba makes a semaphore. That of a process that is killed stays, and Python complains of it on
+    # the user's console when the run ends.
+    multiprocessing.set_start_method("spawn", force=True)
     with log_file.open("a", buffering=1) as log:
         print_into(log)
         from slipstream.models.threads import use_threads

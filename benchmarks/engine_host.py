@@ -72,7 +72,7 @@ class Host:
 
     def _run_step(self, plan: StepPlan, drafts: StepDrafts) -> bool:
         report = self.engine._state.report.numpy()
-        width = (report.shape[1] - 2) // 3
+        width = (report.shape[1] - 2) // 4
         slots = plan.samplers.slot_R
         count = np.ones(len(slots), int)
         if plan.num_drafts:
@@ -81,7 +81,7 @@ class Host:
         report[:, :2] = 0
         report[slots, 0], report[slots, 1] = count, count - 1
         report[slots, 2 : 2 + width] = 7
-        report[slots, 2 + 2 * width :] = np.arange(width) < (count - 1)[:, None]
+        report[slots, 2 + 2 * width : 2 + 3 * width] = np.arange(width) < (count - 1)[:, None]
         return True
 
     def walk(self, num_steps: int) -> float:

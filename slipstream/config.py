@@ -132,9 +132,13 @@ Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_is_greedy_or
 class Sampling(Section):
     temperature: Temperature = 1.0
     top_p: float = Field(1.0, ge=1e-6, le=1)
+    """Keep the most likely tokens that have this mass together. Like top_k and min_p it cuts training rollouts and not
+    evaluation, and biases the policy gradient: algorithm.importance_cap > 0 weighs each token by the mass that was
+    kept, which is recorded with it, but what is cut is never drawn and counts as neither good nor bad."""
     top_k: int = Field(0, ge=0)
     """Keep the k most likely tokens; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, le=1)
+    """Keep tokens with at least this part of the likeliest one's probability."""
     max_new_tokens: int = Field(256, ge=1)
     """Longest response, in tokens."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
@@ -257,7 +261,8 @@ class Algorithm(Section):
     kl_coef: float = Field(0.0, ge=0, le=1e3)
     """Weight of the KL penalty to the model that RL started from; 0 keeps no reference model."""
     importance_cap: float = Field(2.0, ge=0, le=1e6)
-    """Truncated importance sampling: cap on pi_trainer / pi_engine per token; 0 turns the correction off."""
+    """Truncated importance sampling: cap on pi_trainer / pi_engine per token, where pi_engine is what the token was
+    drawn from, after top_p, top_k and min_p; 0 turns the correction off."""
 
     @property
     def compares_whole_steps(self) -> bool:
@@ -444,6 +449,24 @@ class Config(Section):
     def max_length(self) -> int:
         """Longest sequence, prompt and response, in tokens: the size of one KV page."""
         return self.engine.max_prompt_tokens + self.sampling.max_new_tokens
+
+    def cut_warning(self) -> str | None:
+        """What a cut of the sampled distribution does to training, for the start of a run; None without a cut."""
+        sampling = self.sampling
+        cuts = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
+        named = ", ".join(f"sampling.{name}={getattr(sampling, name):g}" for name, is_set in cuts.items() if is_set)
+        if not named:
+            return None
+        if self.algorithm.importance_cap == 0:
+            return (
+                f"{named} cuts the distribution that is sampled, and algorithm.importance_cap=0 does not correct for "
+                "it: the policy gradient is biased. Set algorithm.importance_cap=2, or sample without a cut"
+            )
+        return (
+            f"{named} cuts the distribution that is sampled. Importance weights correct for the mass that was kept "
+            "(rollout/kept_mass); a bias is left, since tokens that are cut are never drawn and count as neither good "
+            "nor bad. Evaluation samples without a cut"
+        )
 
     def arithmetic(self) -> dict[str, str]:
         """The numbers that follow from the settings, in words, for --dry-run and the start of a run."""

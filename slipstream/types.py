@@ -101,12 +101,15 @@ class Rollout:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Log-probability of each token under the temperature-scaled distribution, before any top-k/top-p/min-p cut,
-    from the same float32 logits it was sampled from."""
+    from the same float32 logits it was sampled from. So it compares with the trainer's and the reference's."""
     finish_reason: FinishReason
     first_version: int
     last_version: int
     origins: tuple[int, ...] = field(default=(), compare=False)
     """With a drafter, for each token a key of ORIGIN_NAMES. How a rollout was computed is no part of what it is."""
+    log_kept: tuple[float, ...] = ()
+    """Log of the probability mass that top-k, top-p and min-p kept at each token; empty without a cut. A token was
+    drawn with log-probability `logprobs - log_kept`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,8 @@ class TrainSample:
     response_ids: tuple[int, ...]
     behaviour_logprobs: tuple[float, ...]
     advantage: float
+    log_kept: tuple[float, ...] = ()
+    """As in `Rollout`."""
 
 
 @dataclass(frozen=True, slots=True)

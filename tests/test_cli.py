@@ -239,8 +239,14 @@ def test_a_run_with_a_signal_ends_with_its_curve_and_no_warning(
 ) -> None:
     functions = [{"function": f"{REWARDS}:shorter_is_better"}]
     tree = settings(tmp_path, reward={"functions": functions}, sampling={"max_new_tokens": 64})
-    assert train(tmp_path, tree, "train.steps=4", "train.samples_per_prompt=4") == 0
+    assert train(tmp_path, tree, "train.steps=4", "train.samples_per_prompt=4", "sampling.top_p=0.9") == 0
     out = capsys.readouterr().out
+    assert "sampling.top_p=0.9 cuts the distribution" in out
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0.85 < row["rollout/kept_mass"] < 1 for row in rows[1:])
+    assert all(
+        row["rollout/importance_weight"] == pytest.approx(row["rollout/kept_mass"], abs=1e-3) for row in rows[1:]
+    )
     assert "step 1" in out and "reward" in out.splitlines()[-4] and "│" in out
     assert "hint" not in out and "warning" not in out and out.splitlines()[-1].startswith("evaluate it again")
     assert "<h2>Hints</h2>" not in (tmp_path / "run" / "report.html").read_text()

@@ -429,3 +429,12 @@ def test_configs_load_without_torch() -> None:
 
 def test_the_package_offers_its_config() -> None:
     assert issubclass(Config, object) and Config.model_fields["model"].is_required()
+
+
+def test_a_cut_of_what_is_sampled_is_told_of_with_what_it_does_to_training() -> None:
+    assert build_config(tree()).cut_warning() is None
+    corrected = build_config(tree(sampling={"top_p": 0.9, "top_k": 20})).cut_warning()
+    assert corrected is not None and "sampling.top_k=20, sampling.top_p=0.9 cuts" in corrected
+    assert "rollout/kept_mass" in corrected and "a bias is left" in corrected
+    biased = build_config(tree(sampling={"min_p": 0.05}, algorithm={"importance_cap": 0})).cut_warning()
+    assert biased is not None and "sampling.min_p=0.05 cuts" in biased and "does not correct" in biased

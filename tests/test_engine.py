@@ -13,7 +13,7 @@ from tiny_models import VOCABULARY, group, small_llama
 
 from slipstream.engine import engine as engine_module
 from slipstream.engine.engine import BrokenLogits, Engine
-from slipstream.models.packed import document_hidden
+from slipstream.models.packed import document_hidden, head_logits
 from slipstream.models.weights import named_weights
 from slipstream.train.loss import logprobs_and_entropy
 from slipstream.types import Request, Rollout
@@ -361,4 +361,7 @@ def test_the_engines_log_probabilities_are_the_trainers(temperature: float) -> N
             predicting = states[len(rollout.request.prompt_ids) - 1 : -1]
             trained, _ = logprobs_and_entropy(engine.model, predicting, torch.tensor(rollout.token_ids), temperature, 8)
             torch.testing.assert_close(trained, torch.tensor(rollout.logprobs), rtol=0, atol=1e-4)
+            scaled = head_logits(engine.model, predicting) / temperature
+            kept = scaled.topk(20).values.logsumexp(-1) - scaled.logsumexp(-1)
+            torch.testing.assert_close(kept, torch.tensor(rollout.log_kept), rtol=0, atol=1e-4)
             assert max(rollout.token_ids) < VOCABULARY

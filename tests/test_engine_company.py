@@ -31,8 +31,10 @@ def test_a_rollout_alone_and_among_31_others_is_the_same(dtype: torch.dtype, max
     """Tokens and log-probabilities, to the bit."""
     mine, cut = group("mine", PROMPT, 1), group("cut", PROMPTS[7], 1, top_k=3)
     alone = run(build_engine(dtype=dtype), [mine])
+    alone |= run(build_engine(dtype=dtype), [cut])
     among = run(build_engine(dtype=dtype, max_sequences=max_sequences), [*company(15, 2), mine, cut])
-    assert len(among) == 32 and among["mine/0"] == alone["mine/0"]
+    assert len(among) == 32 and all(among[uid] == alone[uid] for uid in ("mine/0", "cut/0"))
+    assert not alone["mine/0"].log_kept and len(alone["cut/0"].log_kept) == len(alone["cut/0"].token_ids)
 
 
 def test_a_rollout_of_the_quickstart_model_is_the_same_alone_and_among_others() -> None:

@@ -68,7 +68,7 @@ def rows_for(params: list[SamplingParams], salt: int = 0, device: str = "cpu") -
 
 
 def row_thresholds(logits: Tensor, rows: SamplingRows) -> Tensor:
-    return thresholds(scaled(logits, rows), rows.top_k_N, rows.top_p_N, rows.min_p_N)
+    return thresholds(scaled(logits, rows), rows.top_k_N, rows.top_p_N, rows.min_p_N)[0]
 
 
 def random_logits(kind: str, num_rows: int, vocab_size: int, seed: int) -> Tensor:
@@ -153,7 +153,8 @@ def test_the_race_is_its_plain_twin_to_the_bit() -> None:
 def test_the_race_agrees_on_a_large_vocabulary(temperature: float) -> None:
     logits = random_logits("usual", 6, 151_936, seed=5) * 3
     rows = rows_for([SamplingParams(temperature=temperature)] * 6)
-    tokens, logprobs = sample_rows(logits, rows, with_cuts=False)
+    tokens, logprobs, log_kept = sample_rows(logits, rows, with_cuts=False)
+    assert not log_kept.any()
     wanted, wanted_logprobs = sample_plainly(logits, rows, torch.full((6,), -math.inf))
     assert torch.equal(tokens, wanted) and torch.equal(logprobs, wanted_logprobs)
     exact = scaled(logits, rows).double().log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
@@ -286,14 +287,14 @@ def test_tokens_follow_softmax() -> None:
     logits, num_draws = torch.tensor([2.0, 1.0, 0.5, 0.0, 0.0, -1.0, -2.0, -3.0]), 20_000
     for temperature in (1.0, 0.7):
         rows = rows_for([SamplingParams(temperature=temperature)] * num_draws)
-        tokens, _ = sample_rows(logits.expand(num_draws, -1), rows, with_cuts=False)
+        tokens, *_ = sample_rows(logits.expand(num_draws, -1), rows, with_cuts=False)
         counts, wanted = Counter(tokens.tolist()), (logits / temperature).softmax(-1) * num_draws
         assert sum((counts[v] - float(w)) ** 2 / float(w) for v, w in enumerate(wanted)) < 24.3
 
 
 def test_log_probabilities_are_those_of_the_scaled_distribution_before_cuts() -> None:
     logits = random_logits("usual", len(MANNERS), 50, seed=0)
-    tokens, logprobs = sample_rows(logits, rows_for(list(MANNERS)), with_cuts=True)
+    tokens, logprobs, _ = sample_rows(logits, rows_for(list(MANNERS)), with_cuts=True)
     for row, params in enumerate(MANNERS):
         wanted = (logits[row] / (params.temperature or 1.0)).log_softmax(-1)
         assert float(logprobs[row]) == pytest.approx(float(wanted[tokens[row]]), abs=1e-6)
@@ -348,8 +349,8 @@ def test_a_row_does_not_depend_on_the_other_rows(sampler: Sampler) -> None:
 
 
 def test_no_rows_give_no_tokens() -> None:
-    tokens, logprobs = sample_rows(torch.empty(0, 7), rows_for([]), with_cuts=True)
-    assert tokens.shape == logprobs.shape == (0,)
+    tokens, logprobs, log_kept = sample_rows(torch.empty(0, 7), rows_for([]), with_cuts=True)
+    assert tokens.shape == logprobs.shape == log_kept.shape == (0,)
 
 
 # Cuts.
@@ -381,11 +382,14 @@ def test_thresholds_keep_what_the_plain_twin_keeps() -> None:
     for number, kind in enumerate(KINDS):
         for vocab_size in (1, 2, 97, 3000):
             x = random_logits(kind, len(choices), vocab_size, seed=number + vocab_size).float()
-            found = thresholds(x, rows.top_k_N, rows.top_p_N, rows.min_p_N)
-            assert found.dtype == torch.float32 and found.shape == (len(choices),)
+            found, log_kept = thresholds(x, rows.top_k_N, rows.top_p_N, rows.min_p_N)
+            assert found.dtype == log_kept.dtype == torch.float32
+            assert found.shape == log_kept.shape == (len(choices),)
             for row, params in enumerate(choices):
                 wanted = row_threshold(x[row], params)
                 assert torch.equal(x[row] >= found[row], x[row].double() >= wanted), (kind, vocab_size, params)
+                mass = float(x[row].double().softmax(-1)[x[row].double() >= wanted].sum())
+                assert log_kept[row].exp() == pytest.approx(mass, rel=1e-5), (kind, vocab_size, params)
 
 
 # Probabilities of tokens 0..5; token 2 and 3 are equal.
@@ -415,10 +419,37 @@ PROBABILITIES = (0.4, 0.25, 0.1, 0.1, 0.09, 0.06)
 def test_cuts_keep_the_support_worked_out_by_hand(params: SamplingParams, support: set[int]) -> None:
     x = torch.tensor([PROBABILITIES]).log()
     rows = rows_for([params])
-    threshold = float(thresholds(x, rows.top_k_N, rows.top_p_N, rows.min_p_N))
-    assert {token for token in range(6) if x[0, token] >= threshold} == support
-    tokens, _ = sample_rows(x.expand(400, -1), rows_for([params] * 400), with_cuts=params != PLAIN)
+    threshold, log_kept = thresholds(x, rows.top_k_N, rows.top_p_N, rows.min_p_N)
+    assert {token for token in range(6) if x[0, token] >= float(threshold)} == support
+    assert float(log_kept.exp()) == pytest.approx(sum(PROBABILITIES[token] for token in support))
+    assert len(support) < 6 or float(log_kept) == 0, "nothing is cut: exactly"
+    tokens, *_ = sample_rows(x.expand(400, -1), rows_for([params] * 400), with_cuts=params != PLAIN)
     assert set(tokens.tolist()) <= support and (len(support) < 5 or len(set(tokens.tolist())) >= 5)
+
+
+def test_a_row_keeps_the_same_mass_in_every_company() -> None:
+    logits = random_logits("usual", 40, 2999, seed=3) * 3
+    rows = rows_for([MANNERS[row % len(MANNERS)] for row in range(40)])
+
+    def kept(wanted: slice) -> Tensor:
+        return sample_rows(logits[wanted], some_rows(rows, wanted), with_cuts=True).log_kept_N
+
+    together = kept(slice(None))
+    assert (together < 0).sum() >= 10
+    for wanted in (*(slice(row, row + 1) for row in range(40)), slice(3), slice(2, 7), slice(5, 38)):
+        assert torch.equal(kept(wanted), together[wanted])
+
+
+def test_tokens_are_drawn_with_their_log_probability_less_that_of_the_kept_mass() -> None:
+    """Chi-square over 20,000 draws; four tokens are kept, 3 degrees of freedom, 0.1 % point 16.3."""
+    logits, num_draws = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0]), 20_000
+    params = SamplingParams(temperature=0.9, top_k=5, top_p=0.97)
+    rows = rows_for([params] * num_draws)
+    samples = sample_rows(logits.expand(num_draws, -1), rows, with_cuts=True)
+    drawn = dict(zip(samples.tokens_N.tolist(), (samples.logprobs_N - samples.log_kept_N).exp().tolist(), strict=True))
+    assert sorted(drawn) == [0, 1, 2, 3] and sum(drawn.values()) == pytest.approx(1.0)
+    counts = Counter(samples.tokens_N.tolist())
+    assert sum((counts[v] - p * num_draws) ** 2 / (p * num_draws) for v, p in drawn.items()) < 16.3
 
 
 @pytest.mark.gpu
@@ -431,12 +462,13 @@ def test_a_cuda_graph_holds_the_sampler(with_cuts: bool) -> None:
     sample_rows(logits, rows, with_cuts=with_cuts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens, logprobs = sample_rows(logits, rows, with_cuts=with_cuts)
+        tokens, logprobs, log_kept = sample_rows(logits, rows, with_cuts=with_cuts)
     on_cpu = SamplingRows(*(getattr(rows, name).cpu() for name in SamplingRows.__slots__))
     for seed in (1, 2):
         fresh = random_logits("bf16", 8, 151_936, seed=seed)
         logits.copy_(fresh)
         graph.replay()
-        wanted, wanted_logprobs = sample_rows(fresh, on_cpu, with_cuts=with_cuts)
+        wanted, wanted_logprobs, wanted_kept = sample_rows(fresh, on_cpu, with_cuts=with_cuts)
+        assert torch.allclose(log_kept.cpu(), wanted_kept, atol=1e-6)
         assert torch.equal(tokens.cpu(), wanted)
         assert torch.allclose(logprobs.cpu(), wanted_logprobs, atol=1e-5)

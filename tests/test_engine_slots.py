@@ -46,7 +46,9 @@ def random_table(dice: np.random.Generator) -> tuple[SlotTable, np.ndarray]:
     counts = dice.integers(0, WIDTH + 1, (NUM_SLOTS, 1))
     drafted = np.minimum(WIDTH - 1, counts + dice.integers(0, 2, (NUM_SLOTS, 1))) * (counts > 0)
     origins = dice.integers(0, 5, (NUM_SLOTS, WIDTH))
-    parts = counts, drafted, dice.integers(-1, 9, (NUM_SLOTS, WIDTH)), dice.integers(0, 99, (NUM_SLOTS, WIDTH)), origins
+    tokens = dice.integers(-1, 9, (NUM_SLOTS, WIDTH))
+    logprobs, log_kept = (dice.integers(0, 99, (NUM_SLOTS, WIDTH)) for _ in range(2))
+    parts = counts, drafted, tokens, logprobs, origins, log_kept
     return table, np.concatenate(parts, 1).astype(np.int32)
 
 
@@ -70,7 +72,8 @@ def test_compiled_loops_give_what_they_give_uncompiled(seed: int) -> None:
         assert outcome(slots._launch, arguments) == outcome(slots._launch.py_func, arguments)
         samplers, _ = table.launch(shares, drafts_R)
         samplers.seat_R[::3] -= 1  # taken out meanwhile
-        texts = table._token_SL, table._logprob_SL.view(np.int32), table._origin_SL
+        bits, kept_bits = table._logprob_SL.view(np.int32), table._log_kept_SL.view(np.int32)
+        texts = table._token_SL, bits, table._origin_SL, kept_bits
         arguments = table._table, table._stops_SE, texts, samplers.slot_R, samplers.seat_R, samplers.drafts_R, lines, 5
         assert outcome(slots._take_in, arguments) == outcome(slots._take_in.py_func, arguments)
     assert outcome(slots._summed, (lines, 5)) == outcome(slots._summed.py_func, (lines, 5))
@@ -110,7 +113,9 @@ def test_what_slots_sampled_by_hand() -> None:
     taken_in = table.take_in(samplers, report, version=6)
     assert taken_in.ended == [(0, 2, True), (1, 3, False)] and taken_in.num_tokens == 6
     assert (taken_in.num_behind, taken_in.tokens_behind) == (2, 4), "the third was taken by another"
-    assert table.sampled_from(running[0], 1) == ([9], [-2.0]) and table.num_sampled(running[3]) == 0
+    partial = table.sampled_from(running[0], 1)
+    assert (partial.token_ids, partial.logprobs, partial.log_kept) == ((9,), (-2.0,), ())
+    assert table.num_sampled(running[3]) == 0
     assert table["hoped"].tolist() == [0, 0, 0, 2] and table["known"].tolist() == [4, 5, 3, 3]
     table.vacate(running[1], keeps_origins=True)
     assert running[1].token_ids == [5, 6, 7] and running[1].origins == [4, 4, 0] and running[1].first_version == 6

@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
-from reports import lines_of
+from reports import lines_of, log_kept_of
 from torch import Tensor
 
 from slipstream.engine import packing, step
+from slipstream.engine.sampling import Samples
 from slipstream.engine.slots import NO_TOKEN, read_report
 from slipstream.engine.state import StepState
 
@@ -98,10 +99,12 @@ def test_the_kernels_pack_and_commit_what_the_plain_step_does(seed: int, padding
     sampled[0] = -1 if seed % 2 else sampled[0]
     logprobs = -torch.rand(size.num_samples, device=DEVICE)
     for module, state, packed in zip((step, triton_step), states, (plain, kernels), strict=True):
-        module.commit(state, packed, sampled, logprobs)
+        module.commit(state, packed, Samples(sampled, logprobs, logprobs / 8))
     assert same(states[0]._block, states[1]._block)
     reports = [lines_of(read_report(state.report[:NUM_SLOTS].cpu().numpy())) for state in states]
     assert reports[0] == reports[1]
+    kept = [log_kept_of(read_report(state.report[:NUM_SLOTS].cpu().numpy())) for state in states]
+    assert kept[0] == kept[1] == {slot: [one / 8 for one in line[1]] for slot, line in reports[0].items()}
     assert seed == 7 or reports[0], "something was sampled"
     had_drafts = any(num_drafted for _, _, _, num_drafted in reports[0].values())
     assert with_drafts or not had_drafts
@@ -120,13 +123,15 @@ def test_drafts_are_taken_as_far_as_they_are_right() -> None:
         state["sources"][:3] = torch.tensor([1, 2, 3])
         packed = pack(state, packing.StepSizes(12, 3, 12, with_drafts=True, with_cuts=False))
         sampled = torch.tensor([11, 12, 9, 8, 11, 12, 13, 14, 7, 12, 13, 14], device=DEVICE)
-        commit(state, packed, sampled, torch.arange(12.0, device=DEVICE))
+        commit(state, packed, Samples(sampled, torch.arange(12.0, device=DEVICE), -torch.arange(12.0, device=DEVICE)))
         report = lines_of(read_report(state.report.cpu().numpy()))
         assert report == {
             0: ([11, 12, 9], [0, 1, 2], [1, 2, 0], 3),
             1: ([11, 12], [4, 5], [1, 2], 3),
             2: ([7], [8], [0], 3),
         }
+        kept = log_kept_of(read_report(state.report.cpu().numpy()))
+        assert kept == {0: [0, -1, -2], 1: [-4, -5], 2: [-8]}
         assert state["known"][:3].tolist() == [8, 7, 6] and state["computed"][:3].tolist() == [7, 6, 5]
         assert state["live"][:3].tolist() == [1, 0, 1]
         assert state["tokens"][0, 5:8].tolist() == [11, 12, 9]

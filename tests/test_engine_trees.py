@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from reports import lines_of
+from reports import lines_of, log_kept_of
 from test_draft_history import MAX_LENGTH, NUM_SLOTS, drafter_with, generate, groups, tiny
 from test_draft_learned import SEED, plain_chain, rolled_out, sharp, target
 from tiny_models import packed_rows
@@ -17,6 +17,7 @@ from torch import Tensor
 from slipstream.draft.learned import ModelGuesser
 from slipstream.engine.engine import Engine
 from slipstream.engine.packing import DraftSizes, StepSizes, pack
+from slipstream.engine.sampling import Samples
 from slipstream.engine.slots import NO_TOKEN, read_report
 from slipstream.engine.state import StepState
 from slipstream.engine.strategy import Always, Strategy
@@ -162,7 +163,7 @@ def test_what_was_sampled_is_a_path_through_the_tree() -> None:
     assert tree.rows.position_T[:5].tolist() == [4, 5, 5, 6, 6]
     assert tree.sampling.position_N[:5].tolist() == [5, 6, 6, 7, 7]
     sampled = torch.tensor([11, 0, 21, 0, 7, 11, 0, 21, 0, 9, 12, 0, 0, 0, 0, 8, 8, 8, 8, 8])
-    kept = commit(state, packed, tree, sampled, torch.arange(20.0))
+    kept = commit(state, packed, tree, Samples(sampled, torch.arange(20.0), -torch.arange(20.0)))
     report = lines_of(read_report(state.report.numpy()))
     assert report == {
         0: ([11, 21, 7], [0, 2, 4], [2, 4, 0], 4),
@@ -170,6 +171,8 @@ def test_what_was_sampled_is_a_path_through_the_tree() -> None:
         2: ([12], [10], [0], 4),
         3: ([10, 20, 30], [15, 16, 18], [1, 3, 0], 4),
     }
+    kept_masses = log_kept_of(read_report(state.report.numpy()))
+    assert kept_masses == {0: [0, -2, -4], 1: [-5, -7], 2: [-10], 3: [-15, -16, -18]}
     assert state["known"][:4].tolist() == [8, 7, 6, 8] and state["computed"][:4].tolist() == [7, 6, 5, 7]
     assert state["live"][:4].tolist() == [1, 0, 1, 1] and state["tokens"][0, 5:8].tolist() == [11, 21, 7]
     moves = [

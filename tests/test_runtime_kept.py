@@ -45,7 +45,8 @@ def recipe(**changes: Any) -> Config:
 
 def rollout_of(uid: str, first_version: int, last_version: int, seed: int = 7) -> Rollout:
     request = Request(uid, uid.rpartition("/")[0], (1, 2), seed, SamplingParams())
-    return Rollout(request, (5, 6, 3), (-0.5, -0.25, -1.0), "stop", first_version, last_version, (0, 2, 0))
+    values = (5, 6, 3), (-0.5, -0.25, -1.0), "stop", first_version, last_version, (0, 2, 0), (-0.125, 0.0, -0.5)
+    return Rollout(request, *values)  # type: ignore[arg-type]
 
 
 def graded(uid: str, first_version: int, last_version: int) -> KeptRollout:
@@ -85,10 +86,11 @@ def test_a_run_that_is_cut_off_goes_on_and_samples_no_token_twice() -> None:
 
 
 def test_what_is_packed_comes_out_as_it_was() -> None:
-    running = replace(graded("3/1/0", 2, 2), finish_reason=None, origins=(), grade=None)
+    running = replace(graded("3/1/0", 2, 2), finish_reason=None, origins=(), log_kept=(), grade=None)
     rollouts = [graded("2/0/0", 1, 1), running, replace(graded("2/0/1", 0, 1), grade=None, seed=2**64 - 1)]
     assert unpack(pack({}, rollouts)) == ({}, rollouts)
     assert [one.origins for one in unpack(pack({}, rollouts))[1]] == [(0, 2, 0), (), (0, 2, 0)]
+    assert [len(one.log_kept) for one in unpack(pack({}, rollouts))[1]] == [3, 0, 3]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ SYNC: dict[str, Any] = {"mode": "sync", "rollout": {"workers": 2, "silence_s": 5
 def write_recipe(folder: Path, name: str, **changes: Any) -> Path:
     train = SETTINGS["train"] | {"steps": STEPS, "deterministic": True}
     tree = SETTINGS | {"train": train, "eval": {"every": 2}, "run": {"dir": str(folder / name), "save_every": 2}}
+    # With a cut, weights depend on the kept mass of each token too: it must come through all that is done to workers.
+    tree["sampling"] = SETTINGS["sampling"] | {"top_p": 0.9}
     recipe = folder / f"{name}.yaml"
     recipe.write_text(yaml.safe_dump(tree | changes))
     return recipe

@@ -49,7 +49,11 @@ def make_samples() -> list[TrainSample]:
         for sample in range(3):
             response = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, MAX_NEW_TOKENS)))
             behaviour = tuple(draw.uniform(-6, -1) for _ in response)
-            samples.append(TrainSample(f"0/{prompt}/{sample}", prompt_ids, response, behaviour, draw.uniform(-2, 2)))
+            advantage, log_kept = draw.uniform(-2, 2), ()
+            if sample > 0:  # drawn from a cut distribution
+                log_kept = tuple(-0.1 * (place % 5) for place in range(len(response)))
+            name = f"0/{prompt}/{sample}"
+            samples.append(TrainSample(name, prompt_ids, response, behaviour, advantage, log_kept))
     return samples
 
 
@@ -89,6 +93,7 @@ def plain_loss(
                 loss = -advantage * torch.clamp(ratio, min=low)
             if algorithm.importance_cap > 0:
                 weight = math.exp(old[sample.uid][t].item() - sample.behaviour_logprobs[t])
+                weight *= math.exp(sample.log_kept[t]) if sample.log_kept else 1.0
                 loss = loss * min(weight, algorithm.importance_cap)
             if algorithm.kl_coef > 0:
                 difference = reference_logprobs[t] - logprobs[t]
@@ -220,6 +225,40 @@ def test_metrics_by_hand_and_merged() -> None:
     assert values["mismatch_kl"] == pytest.approx(((math.exp(0.5) - 1.5) + math.exp(-1)) / 2)
     assert values["actor/kl"] == pytest.approx((math.exp(-1) + (math.exp(1) - 2)) / 2)
     assert values["actor/pg_loss"] == pytest.approx(-(1.2 * 1.5 + 1.0 * math.exp(-1)) / 2)
+
+
+def test_with_the_kept_mass_the_mean_gradient_is_that_of_the_uncut_policy_on_what_can_be_drawn() -> None:
+    """In expectation over a cut distribution, computed exactly: every token that is kept, with its chance as weight."""
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0], dtype=torch.float64, requires_grad=True)
+    advantages, kept = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64), slice(0, 3)
+    with torch.no_grad():
+        behaviour = logits.log_softmax(-1)[kept]
+        mass = behaviour.exp().sum()
+    facts = {
+        "old_logprobs_N": behaviour,
+        "behaviour_logprobs_N": behaviour,
+        "advantages_N": advantages,
+        "weights_N": behaviour.exp() / mass,
+        "lengths": [1, 1, 1],
+        "recipe": ALGORITHMS["grpo"],
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+    }
+
+    def gradient(loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, logits)[0]
+
+    logprobs = logits.log_softmax(-1)[kept]
+    wanted = gradient(-(logprobs.exp() * advantages).sum())
+    log_kept = mass.log().expand(3)
+    loss, metrics = policy_loss(logits.log_softmax(-1)[kept], **facts, importance_cap=2.0, log_kept_N=log_kept)  # type: ignore[arg-type]
+    torch.testing.assert_close(gradient(loss), wanted)
+    values = mean_metrics([summed_metrics({name: pair for name, pair in metrics.items() if pair[1]})])
+    assert values["rollout/kept_mass"] == values["rollout/importance_weight"] == pytest.approx(float(mass))
+    assert values["mismatch_kl"] == 0, "a cut is no mismatch of the engine's numerics"
+    for cap, masses in ((0.0, log_kept), (2.0, None)):
+        loss, _ = policy_loss(logits.log_softmax(-1)[kept], **facts, importance_cap=cap, log_kept_N=masses)  # type: ignore[arg-type]
+        torch.testing.assert_close(gradient(loss), wanted / mass)
 
 
 def test_extreme_ratios_keep_finite_gradients() -> None:

@@ -108,7 +108,7 @@ def _likeliest(drafter: Grower, normed_RWD: Tensor, rows: SamplingRows, branches
     tokens_NB = torch.empty(len(logits_NV), branches, dtype=torch.long, device=logits_NV.device)
     scores_NB = torch.empty(len(logits_NV), branches, device=logits_NV.device)
     for number in range(branches):
-        token_N, _ = sample_rows(logits_NV, rows, with_cuts=False)
+        token_N, *_ = sample_rows(logits_NV, rows, with_cuts=False)
         take(logits_NV, rows, token_N, number, tokens_NB, scores_NB)
     shape = *normed_RWD.shape[:2], branches
     return tokens_NB.view(shape), scores_NB.log_softmax(1).view(shape)

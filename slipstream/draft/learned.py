@@ -101,7 +101,9 @@ class ModelGuesser:
         hidden_RD, normed_RD, known_R = self.hidden_SD[slot_R], self.normed_SD[slot_R], state["known"][slot_R].long()
         rows, drafts = sampling_rows(state, slot_R, known_R), list[Tensor]()
         for place in range(sizes.depth):
-            token_R, _ = sample_rows(self.logits(normed_RD), replace(rows, position_N=known_R + place), with_cuts=False)
+            token_R, _, _ = sample_rows(
+                self.logits(normed_RD), replace(rows, position_N=known_R + place), with_cuts=False
+            )
             drafts.append(token_R.clamp(min=0))
             if place + 1 < sizes.depth:
                 position_R = torch.minimum((known_R - 1 + place).clamp(min=0), last_R) * (slot_R < state.trash_slot)

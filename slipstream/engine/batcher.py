@@ -112,6 +112,7 @@ class Batcher:
             list(partial.token_ids),
             list(partial.logprobs),
             [0] * len(partial.token_ids),
+            list(partial.log_kept),
             partial.first_version,
         )
         if sequence.finish_reason is not None:
@@ -130,18 +131,17 @@ class Batcher:
         else:
             sequence = self._leave_group(uid)
         return PartialRollout(
-            sequence.request, tuple(sequence.token_ids), tuple(sequence.logprobs), sequence.first_version
+            sequence.request,
+            tuple(sequence.token_ids),
+            tuple(sequence.logprobs),
+            sequence.first_version,
+            tuple(sequence.log_kept),
         )
 
     def grown_since(self, known: Mapping[str, int]) -> list[PartialRollout]:
         """What sequences that are running have beyond the number of tokens that is known of each."""
-        grown = []
-        for uid, sequence in self._seated.items():
-            tokens, logprobs = self._table.sampled_from(sequence, known.get(uid, 0))
-            if tokens:
-                first_version = int(self._table["first_version"][sequence.slot])
-                grown.append(PartialRollout(sequence.request, tuple(tokens), tuple(logprobs), first_version))
-        return grown
+        grown = (self._table.sampled_from(one, known.get(uid, 0)) for uid, one in self._seated.items())
+        return [partial for partial in grown if partial.token_ids]
 
     @property
     def num_begun(self) -> int:
@@ -157,7 +157,8 @@ class Batcher:
         for group in list(self._groups):
             for member in [member for member in group.members if member.token_ids]:
                 group.members.remove(member)
-                member.token_ids, member.logprobs, member.origins, member.first_version = [], [], [], -1
+                member.token_ids, member.logprobs, member.origins, member.log_kept = [], [], [], []
+                member.first_version = -1
                 fresh.setdefault(member.request.prompt_ids, Group(deque())).members.append(member)
             self._drop_if_empty(group)
         self._groups.extendleft(reversed(fresh.values()))
@@ -259,7 +260,7 @@ class Batcher:
         assert stop_texts is not None, "such a request was refused"
         num_old = self._table.num_sampled(sequence) - num_new
         first = max(0, num_old - stop_texts.reach(stops))
-        tokens, _ = self._table.sampled_from(sequence, first)
+        tokens = self._table.sampled_from(sequence, first).token_ids
         end = stop_texts.end_of(tokens, num_old - first, stops)
         if end is None:
             return False

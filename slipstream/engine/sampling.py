@@ -3,7 +3,8 @@
 Owns the torch and numba twins of the noise that `rng.py` defines (`triton_sampling.py` has the third), and the top-k,
 top-p and min-p cuts. Tensors in, tensors out: nothing here reads a device value, so a CUDA graph can hold it.
 Noise is keyed by vocabulary id, never by rank, and cuts are thresholds on values, so a row's result does not depend on
-the rows beside it, to the bit. Of equal scores the lowest token id wins. The log-probability is that before the cuts.
+the rows beside it, to the bit. Of equal scores the lowest token id wins. The log-probability is that before the cuts;
+less the logarithm of the mass that the cuts kept, it is that of the distribution the token was drawn from.
 A row that holds NaN or +inf, or nothing above -inf, gives token -1 and log-probability NaN.
 
 Axes: N rows, V vocabulary, 2 the low and high 32 bits.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -47,19 +49,29 @@ class SamplingRows:
     """float32; 0 is off."""
 
 
-def sample_rows(logits_NV: Tensor, rows: SamplingRows, *, with_cuts: bool) -> tuple[Tensor, Tensor]:
-    """Tokens (int64) and log-probabilities (float32). `with_cuts=False` promises that no row has a cut: no sort."""
+class Samples(NamedTuple):
+    tokens_N: Tensor
+    """int64."""
+    logprobs_N: Tensor
+    """float32, before the cuts."""
+    log_kept_N: Tensor
+    """float32: log of the probability mass that the cuts kept, 0 without a cut."""
+
+
+def sample_rows(logits_NV: Tensor, rows: SamplingRows, *, with_cuts: bool) -> Samples:
+    """A token of each row. `with_cuts=False` promises that no row has a cut: no sort."""
     if with_cuts:
-        threshold_N = thresholds(scaled(logits_NV, rows), rows.top_k_N, rows.top_p_N, rows.min_p_N)
+        threshold_N, log_kept_N = thresholds(scaled(logits_NV, rows), rows.top_k_N, rows.top_p_N, rows.min_p_N)
     else:
         threshold_N = torch.full_like(rows.inverse_temperature_N, -math.inf)
+        log_kept_N = torch.zeros_like(rows.inverse_temperature_N)
     if logits_NV.device.type == "cpu":
-        return sample_by_race(logits_NV, rows, threshold_N)
+        return Samples(*sample_by_race(logits_NV, rows, threshold_N), log_kept_N)
     if logits_NV.device.type == "cuda":
         from slipstream.engine.triton_sampling import sample_by_triton  # a machine without a GPU may lack triton
 
-        return sample_by_triton(logits_NV, rows, threshold_N)
-    return sample_plainly(logits_NV, rows, threshold_N)
+        return Samples(*sample_by_triton(logits_NV, rows, threshold_N), log_kept_N)
+    return Samples(*sample_plainly(logits_NV, rows, threshold_N), log_kept_N)
 
 
 def sample_plainly(logits_NV: Tensor, rows: SamplingRows, threshold_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,20 +108,28 @@ def scaled(logits_NV: Tensor, rows: SamplingRows) -> Tensor:
     return logits_NV.contiguous().float() * rows.inverse_temperature_N.unsqueeze(1)
 
 
-def thresholds(x_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
-    """The lowest x that each row may sample: top-k, then top-p of what is left, then min-p; ties with it stay in."""
+def thresholds(x_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest x that each row may sample, and the log of the mass of all that it may.
+
+    Top-k, then top-p of what is left, then min-p; ties with the lowest stay in.
+    """
     vocab_size = x_NV.shape[1]
     ranked_NV = x_NV.sort(-1, descending=True).values
     top_N1 = ranked_NV[:, :1]
     last_N = torch.where(top_k_N > 0, top_k_N.clamp(max=vocab_size), vocab_size) - 1
     in_top_k_NV = ranked_NV >= ranked_NV.gather(1, last_N.unsqueeze(1))
-    mass_NV = _fixed_point(ranked_NV.double() - top_N1) * in_top_k_NV
+    every_NV = _fixed_point(ranked_NV.double() - top_N1)
+    mass_NV = every_NV * in_top_k_NV
     up_to_NV = mass_NV.cumsum(-1)
     top_p_N1 = top_p_N.double().unsqueeze(1)
     in_top_p_NV = ((up_to_NV - mass_NV) < top_p_N1 * up_to_NV[:, -1:]) | (top_p_N1 >= 1)
     num_kept_N1 = (in_top_k_NV & in_top_p_NV).sum(-1, keepdim=True).clamp(min=1)
     lowest_N1 = ranked_NV.gather(1, num_kept_N1 - 1)
-    return torch.maximum(lowest_N1, top_N1 + min_p_N.double().log().float().unsqueeze(1)).squeeze(1)
+    threshold_N1 = torch.maximum(lowest_N1, top_N1 + min_p_N.double().log().float().unsqueeze(1))
+    # Integer sums: where nothing is cut they are equal, and the logarithm is 0 exactly.
+    kept_N, total_N = (every_NV * (ranked_NV >= threshold_N1)).sum(-1), every_NV.sum(-1)
+    log_kept_N = (kept_N.double() / total_N).log().float()
+    return threshold_N1.squeeze(1), log_kept_N.masked_fill(~top_N1.squeeze(1).isfinite(), 0.0)
 
 
 def gumbel_noise(seed_N2: Tensor, position_N: Tensor, vocab_size: int) -> Tensor:

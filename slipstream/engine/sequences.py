@@ -36,6 +36,8 @@ class Running:
     """While it is seated, those it had when it took its seat, as `logprobs` and so on: the slot has what came since."""
     logprobs: list[float] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
+    log_kept: list[float] = field(default_factory=list)
+    """Empty unless its distribution is cut."""
     first_version: int = -1
     slot: int = -1
     seat: int = -1
@@ -68,6 +70,7 @@ class Running:
             first_version=self.first_version,
             last_version=version,
             origins=tuple(self.origins) if len(self.origins) == len(self.token_ids) else (),
+            log_kept=tuple(self.log_kept),
         )
 
 
@@ -79,6 +82,8 @@ class PartialRollout:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     first_version: int
+    log_kept: tuple[float, ...] = ()
+    """As in `Rollout`."""
 
 
 @dataclass(slots=True, eq=False)

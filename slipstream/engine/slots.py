@@ -17,7 +17,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.engine.sequences import Ints, Report, Running, Samplers
+from slipstream.engine.sequences import Ints, PartialRollout, Report, Running, Samplers
 from slipstream.types import ORIGIN_NAMES
 
 MAX_STOP_TOKENS = 8
@@ -90,6 +90,7 @@ class SlotTable:
         self._token_SL = np.zeros((num_slots, max_length), np.int32)
         self._logprob_SL = np.zeros((num_slots, max_length), np.float32)
         self._origin_SL = np.zeros((num_slots, max_length), np.int8)
+        self._log_kept_SL = np.zeros((num_slots, max_length), np.float32)
         self._in_turn: Ints | None = None
         self._num_turns = 0
         self._compile()
@@ -98,7 +99,7 @@ class SlotTable:
         """Now, and not within the first steps, which are timed."""
         shares = self.share_out(0)
         samplers, _ = self.launch(shares, self.reach(shares, 0)[0])
-        self.take_in(samplers, read_report(np.zeros((len(self._table), 5), np.int32)), 0)
+        self.take_in(samplers, read_report(np.zeros((len(self._table), 6), np.int32)), 0)
         self.note_behind(are_any=False)
 
     def __getitem__(self, column: str) -> Ints:
@@ -134,6 +135,8 @@ class SlotTable:
         sequence.logprobs += self._logprob_SL[slot, new].tolist()
         if keeps_origins:
             sequence.origins += self._origin_SL[slot, new].tolist()
+        if self["cuts_tail"][slot]:
+            sequence.log_kept += self._log_kept_SL[slot, new].tolist()
         sequence.first_version = int(self["first_version"][slot])
         self["seat"][slot], self["allotted"][slot] = -1, 0
         self._in_turn = None
@@ -178,17 +181,24 @@ class SlotTable:
 
     def take_in(self, samplers: Samplers, report: Report, version: int) -> TakenIn:
         """What they sampled. Who was taken out meanwhile will compute it again."""
-        texts = self._token_SL, self._logprob_SL.view(np.int32), self._origin_SL
+        bits_SL, kept_bits_SL = self._logprob_SL.view(np.int32), self._log_kept_SL.view(np.int32)
+        texts = self._token_SL, bits_SL, self._origin_SL, kept_bits_SL
         who = samplers.slot_R, samplers.seat_R, samplers.drafts_R
         ended, *sums = _take_in(self._table, self._stops_SE, texts, *who, report.lines, version)
         return TakenIn([(slot, num_new, bool(is_stopped)) for slot, num_new, is_stopped in ended.tolist()], *sums)
 
-    def sampled_from(self, sequence: Running, first: int) -> tuple[list[int], list[float]]:
-        """Of all it has sampled, tokens and log-probabilities from `first` on."""
+    def sampled_from(self, sequence: Running, first: int) -> PartialRollout:
+        """Of all it has sampled, what it has from token `first` on."""
         slot = sequence.slot
         new = slice(max(0, first - len(sequence.token_ids)), self["new"][slot])
-        tokens = [*sequence.token_ids[first:], *self._token_SL[slot, new].tolist()]
-        return tokens, [*sequence.logprobs[first:], *self._logprob_SL[slot, new].tolist()]
+        log_kept = self._log_kept_SL[slot, new].tolist() if self["cuts_tail"][slot] else ()
+        return PartialRollout(
+            sequence.request,
+            (*sequence.token_ids[first:], *self._token_SL[slot, new].tolist()),
+            (*sequence.logprobs[first:], *self._logprob_SL[slot, new].tolist()),
+            int(self["first_version"][slot]),
+            (*sequence.log_kept[first:], *log_kept),
+        )
 
     def num_sampled(self, sequence: Running) -> int:
         return len(sequence.token_ids) + int(self["new"][sequence.slot])
@@ -262,7 +272,7 @@ def _launch(table: Table, slot_R: Ints, tokens_R: Ints, drafts_R: Ints) -> tuple
 def _take_in(
     table: Table,
     stops_SE: Ints,
-    texts: tuple[Any, Any, Any],
+    texts: tuple[Any, Any, Any, Any],
     slot_R: Ints,
     seat_R: Ints,
     drafts_R: Ints,
@@ -271,7 +281,7 @@ def _take_in(
 ) -> tuple[Ints, int, int, int]:
     known, launched, hoped, left, new = table["known"], table["launched"], table["hoped"], table["left"], table["new"]
     first_version, token_SL, bits_SL, origin_SL = table["first_version"], texts[0], texts[1], texts[2]
-    width = (lines_SW.shape[1] - 2) // 3
+    kept_bits_SL, width = texts[3], (lines_SW.shape[1] - 2) // 4
     ended, num_ended, num_sampled = np.empty((len(slot_R), 3), np.int64), 0, 0
     num_behind = tokens_behind = 0
     for row in range(len(slot_R)):
@@ -285,6 +295,7 @@ def _take_in(
             token_SL[slot, at] = token
             bits_SL[slot, at] = lines_SW[slot, 2 + width + place]
             origin_SL[slot, at] = lines_SW[slot, 2 + 2 * width + place]
+            kept_bits_SL[slot, at] = lines_SW[slot, 2 + 3 * width + place]
             for stop in stops_SE[slot]:
                 is_stopped |= token == stop
         # It was counted as having one.
@@ -330,7 +341,7 @@ def are_behind(left_R: Ints) -> NDArray[np.bool_]:
 
 @numba.njit(cache=True)
 def _summed(lines_SW: NDArray[np.int32], num_origins: int) -> tuple[int, Ints, Ints, Ints, Ints]:
-    width, num_rows = (lines_SW.shape[1] - 2) // 3, 0
+    width, num_rows = (lines_SW.shape[1] - 2) // 4, 0
     from_O, broken, num_broken = np.zeros(num_origins, np.int64), np.empty(len(lines_SW), np.int64), 0
     by_drafted, by_right = np.zeros(width, np.int64), np.zeros(width + 1, np.int64)
     for slot in range(len(lines_SW)):

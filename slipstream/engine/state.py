@@ -4,7 +4,8 @@ The host changes it by patches (place, value), all of a step in one copy and one
 sequences go on. The last slot is the trash slot: never live, one trash page, the home of padding.
 
 A step reports what each slot sampled: how many tokens (0 for none), how many drafts were tried for them, the tokens,
-their log-probabilities as float32 bits, and their origins: 0 if sampled, else the source of the accepted draft.
+their log-probabilities as float32 bits, their origins (0 if sampled, else the source of the accepted draft), and the
+log of the mass that cuts kept at each, as float32 bits.
 
 Axes: S slots and the trash slot, L tokens of a sequence, W pages of a slot, E stop tokens, J drafts of a slot.
 """
@@ -75,8 +76,8 @@ class StepState:
         self.max_drafts = max_drafts
         self._block = torch.zeros(lines * sum(widths.values()), dtype=torch.int32, device=device)
         self["table"].fill_(trash_page)
-        self.report = torch.zeros(lines, 2 + 3 * (max_drafts + 1), dtype=torch.int32, device=device)
-        """A line a slot: the number of tokens, of drafts, then tokens, log-probabilities and origins."""
+        self.report = torch.zeros(lines, 2 + 4 * (max_drafts + 1), dtype=torch.int32, device=device)
+        """A line a slot: the number of tokens, of drafts, then tokens, log-probabilities, origins and kept masses."""
         self.limits = torch.zeros(2, dtype=torch.int32, device=device)
         """Tokens and samples that the next step has room for, for graphs that steps of all sizes share."""
         self._set_limits = self.limits

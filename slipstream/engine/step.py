@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from slipstream.engine import trees
 from slipstream.engine.drafting import Drafter
 from slipstream.engine.packing import DraftSizes, PackedStep, StepSizes, pack, room_for_drafts
-from slipstream.engine.sampling import sample_rows
+from slipstream.engine.sampling import Samples, sample_rows
 from slipstream.engine.slots import NO_TOKEN
 from slipstream.engine.state import StepState
 from slipstream.models.cached import KVPages
@@ -50,28 +50,29 @@ def run_step(
     tree = trees.branch(state, step, sizes.tree_depth) if sizes.tree_depth else None
     rows, sampling = (tree.rows, tree.sampling) if tree is not None else (step.rows, step.sampling)
     # Nothing holds the logits, most of a graph's memory, beyond this line.
-    tokens_N, logprobs_N = sample_rows(
+    samples = sample_rows(
         row_logits(model, step.ids_T, pages, rows, step.sampled_at_N), sampling, with_cuts=sizes.with_cuts
     )
     kept = None
     if tree is None:
-        commit_now(state, step, tokens_N, logprobs_N)
+        commit_now(state, step, samples)
     else:
-        kept = trees.commit(state, step, tree, tokens_N, logprobs_N)
+        kept = trees.commit(state, step, tree, samples)
         pages.move(state["table"], step.rows.slot_R, kept.sources_RD, kept.targets_RD)
     if drafter is not None:
         drafter.learn(state, step.rows, kept, sizes.feeding)
 
 
-def commit(state: StepState, step: PackedStep, tokens_N: Tensor, logprobs_N: Tensor) -> None:
+def commit(state: StepState, step: PackedStep, samples: Samples) -> None:
     """Append what was sampled as far as the drafts were right; end what has ended; report it."""
     slot_R, buffer, width = step.rows.slot_R, state["tokens"], step.num_drafts + 1
     known_R, limit_R, live_R = (state[name][slot_R] for name in ("known", "limit", "live"))
     num_samples_R = step.sample_start_R1.diff()
     index_J = torch.arange(width, device=slot_R.device)
     here_RJ = index_J < num_samples_R.unsqueeze(1)
-    at_RJ = (step.sample_start_R1[:-1].unsqueeze(1) + index_J).clamp(max=len(tokens_N) - 1)
-    sampled_RJ, logprobs_RJ = tokens_N.int()[at_RJ], logprobs_N[at_RJ]
+    at_RJ = (step.sample_start_R1[:-1].unsqueeze(1) + index_J).clamp(max=len(samples.tokens_N) - 1)
+    sampled_RJ = samples.tokens_N.int()[at_RJ]
+    logprobs_RJ, log_kept_RJ = (values_N[at_RJ].view(torch.int32) for values_N in samples[1:])
     place_RJ = (known_R.unsqueeze(1) + index_J).clamp(max=buffer.shape[1] - 1).long()
     there_RJ = buffer[slot_R.unsqueeze(1), place_RJ]
     walked_RJ = torch.where((state["scripted"][slot_R] > 0).unsqueeze(1), there_RJ, sampled_RJ)
@@ -101,6 +102,6 @@ def commit(state: StepState, step: PackedStep, tokens_N: Tensor, logprobs_N: Ten
     tried_R = (num_samples_R - 1).clamp(min=0) * (count_R > 0)
     state.report[:, :2].fill_(0)
     state.report[:, :2].index_copy_(0, slot_R, torch.stack([count_R, tried_R], 1).int())
-    for part, line_RJ in enumerate((reported_RJ, logprobs_RJ.view(torch.int32), origins_RJ)):
+    for part, line_RJ in enumerate((reported_RJ, logprobs_RJ, origins_RJ, log_kept_RJ)):
         first = 2 + part * (state.max_drafts + 1)
         state.report[:, first : first + width].index_copy_(0, slot_R, line_RJ.int())

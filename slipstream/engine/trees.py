@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.packing import PackedStep
-from slipstream.engine.sampling import SamplingRows
+from slipstream.engine.sampling import Samples, SamplingRows
 from slipstream.engine.state import StepState
 from slipstream.models.cached import Branches, PackedRows
 
@@ -99,16 +99,17 @@ def tree_paths(parents_SJ: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     return level_SJ, up_SJD.gather(-1, back_SJD).clamp(min=0)
 
 
-def commit(state: StepState, step: PackedStep, tree: Tree, tokens_N: Tensor, logprobs_N: Tensor) -> KeptPath:
+def commit(state: StepState, step: PackedStep, tree: Tree, samples: Samples) -> KeptPath:
     """Append the path that was sampled; end what has ended; report it."""
     slot_R, buffer, depth = step.rows.slot_R, state["tokens"], tree.path_RJD.shape[2]
     longest = buffer.shape[1]
     known_R, limit_R, live_R = (state[name][slot_R] for name in ("known", "limit", "live"))
     num_samples_R = step.sample_start_R1.diff()
     index_M = torch.arange(state.max_drafts + 1, device=slot_R.device)
-    at_RM = (step.sample_start_R1[:-1].unsqueeze(1) + index_M).clamp(max=len(tokens_N) - 1)
+    at_RM = (step.sample_start_R1[:-1].unsqueeze(1) + index_M).clamp(max=len(samples.tokens_N) - 1)
     here_RM = index_M < num_samples_R.unsqueeze(1)
-    sampled_RM, logprobs_RM = tokens_N.int()[at_RM], logprobs_N[at_RM]
+    sampled_RM = samples.tokens_N.int()[at_RM]
+    logprobs_RM, log_kept_RM = (values_N[at_RM].view(torch.int32) for values_N in samples[1:])
     level_RM = torch.nn.functional.pad(tree.level_RJ + 1, (1, 0))
     place_RM = (known_R.unsqueeze(1) + level_RM).clamp(max=longest - 1)
     is_scripted_R1 = (state["scripted"][slot_R] > 0).unsqueeze(1)
@@ -147,12 +148,13 @@ def commit(state: StepState, step: PackedStep, tree: Tree, tokens_N: Tensor, log
     nowhere = state.max_drafts + 1
     origins_RM = torch.zeros(len(slot_R), nowhere + 1, dtype=torch.int32, device=slot_R.device)
     origins_RM.scatter_(1, torch.where(matches_RJ, parent_RJ, nowhere), state["sources"][slot_R])
-    sampled_RI, logprobs_RI = sampled_RM.gather(1, node_RI), logprobs_RM.gather(1, node_RI)
+    sampled_RI = sampled_RM.gather(1, node_RI)
     tried_R = (num_samples_R - 1).clamp(min=0) * (count_R > 0)
     state.report[:, :2].fill_(0)
     state.report[:, :2].index_copy_(0, slot_R, torch.stack([count_R, tried_R], 1).int())
     reported_RI = torch.where(sampled_RI < 0, sampled_RI, tokens_RI)
-    for part, line_RI in enumerate((reported_RI, logprobs_RI.view(torch.int32), origins_RM.gather(1, node_RI))):
+    lines = reported_RI, *(values_RM.gather(1, node_RI) for values_RM in (logprobs_RM, origins_RM, log_kept_RM))
+    for part, line_RI in enumerate(lines):
         first = 2 + part * (state.max_drafts + 1)
         state.report[:, first : first + depth + 1].index_copy_(0, slot_R, line_RI.int())
     return _kept(state, step, slot_R, known_R, count_R, node_RI, counts_RI)

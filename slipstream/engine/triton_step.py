@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.engine.packing import PackedStep, StepSizes
-from slipstream.engine.sampling import SamplingRows
+from slipstream.engine.sampling import Samples, SamplingRows
 from slipstream.engine.slots import MAX_STOP_TOKENS
 from slipstream.engine.state import StepState
 from slipstream.models.cached import PackedRows
@@ -81,10 +81,10 @@ def room_for_drafts(state: StepState, limits: Tensor) -> Tensor:
     return room
 
 
-def commit(state: StepState, step: PackedStep, tokens_N: Tensor, logprobs_N: Tensor) -> None:
+def commit(state: StepState, step: PackedStep, samples: Samples) -> None:
     rows, buffer, drafts = step.rows, state["tokens"], state["drafts"]
     _commit[(len(rows.slot_R),)](
-        rows.slot_R, rows.length_R, step.sample_start_R1, tokens_N, logprobs_N,
+        rows.slot_R, rows.length_R, step.sample_start_R1, *samples,
         state["known"], state["computed"], state["limit"], state["live"], state["scripted"], state["stops"],
         drafts, state["sources"], buffer, state.report, state.trash_slot, buffer.shape[1], drafts.shape[1],
         WIDTH=state.max_drafts + 1, BLOCK=triton.next_power_of_2(state.max_drafts + 1), STOPS=MAX_STOP_TOKENS,
@@ -213,7 +213,8 @@ def _place_samples(
 
 @triton.jit
 def _commit(
-    slot_ptr, length_ptr, sample_start_ptr, tokens_ptr, logprobs_ptr, known_ptr, computed_ptr, limit_ptr, live_ptr,
+    slot_ptr, length_ptr, sample_start_ptr, tokens_ptr, logprobs_ptr, log_kept_ptr,
+    known_ptr, computed_ptr, limit_ptr, live_ptr,
     scripted_ptr, stops_ptr, drafts_ptr, sources_ptr, buffer_ptr, report_ptr, trash_slot, max_length, max_drafts,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, STOPS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -230,6 +231,7 @@ def _commit(
         here = index < num_samples
         sampled = tl.load(tokens_ptr + first + index, here, other=0).to(tl.int32)
         logprob = tl.load(logprobs_ptr + first + index, here, other=0.0)
+        log_kept = tl.load(log_kept_ptr + first + index, here, other=0.0)
         scripted = tl.load(scripted_ptr + slot) > 0
         at = slot * max_length + known + index
         walked = tl.where(scripted, tl.load(buffer_ptr + at, here & (known + index < max_length), other=0), sampled)
@@ -251,10 +253,11 @@ def _commit(
         tl.store(known_ptr + slot, known + count)
         tl.store(computed_ptr + slot, tl.where(count > 0, known + count - 1, tl.load(length_ptr + row)))
         tl.store(live_ptr + slot, tl.where(ended > 0, 0, live))
-        line = report_ptr + slot * (2 + 3 * WIDTH)
+        line = report_ptr + slot * (2 + 4 * WIDTH)
         tl.store(line, count)
         tl.store(line + 1, tl.where(count > 0, num_samples - 1, 0))
         wide = index < WIDTH
         tl.store(line + 2 + index, tl.where(sampled < 0, sampled, walked), wide & counts)
         tl.store(line + 2 + WIDTH + index, logprob.to(tl.int32, bitcast=True), wide & counts)
         tl.store(line + 2 + 2 * WIDTH + index, tl.where(right, source, 0), wide & counts)
+        tl.store(line + 2 + 3 * WIDTH + index, log_kept.to(tl.int32, bitcast=True), wide & counts)

@@ -45,6 +45,7 @@ CREATE TABLE IF NOT EXISTS rollouts (
 CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (kind, step, length);
 CREATE INDEX IF NOT EXISTS rollouts_by_prompt ON rollouts (prompt_key, step);
 CREATE TABLE IF NOT EXISTS drafts (uid TEXT PRIMARY KEY, origins BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS cuts (uid TEXT PRIMARY KEY, log_kept BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, step INTEGER NOT NULL, at_s REAL NOT NULL, name TEXT NOT NULL, payload TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS events_by_name ON events (name, id);
@@ -208,12 +209,18 @@ class RunStore:
         drafted = [
             (result.rollout.request.uid, bytes(result.rollout.origins)) for result in results if result.rollout.origins
         ]
+        cut = [
+            (result.rollout.request.uid, np.asarray(result.rollout.log_kept, dtype="<f4").tobytes())
+            for result in results
+            if result.rollout.log_kept
+        ]
         rows = [_rollout_row(step, kind, set_name, prompts[result.rollout.request.group], result) for result in results]
         marks = ", ".join("?" * len(_COLUMNS.split(", ")))
         with self._transaction() as connection:
             connection.executemany(f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}) VALUES ({marks})", rows)
-            connection.executemany("DELETE FROM drafts WHERE uid = ?", [(row[0],) for row in rows])
-            connection.executemany("INSERT INTO drafts VALUES (?, ?)", drafted)
+            for table, found in (("drafts", drafted), ("cuts", cut)):
+                connection.executemany(f"DELETE FROM {table} WHERE uid = ?", [(row[0],) for row in rows])
+                connection.executemany(f"INSERT INTO {table} VALUES (?, ?)", found)
 
     def add_event(self, step: int, at_s: float, name: str, payload: Mapping[str, Any]) -> None:
         row = (step, at_s, name, json.dumps(payload))
@@ -276,7 +283,8 @@ class RunStore:
         with self._transaction() as connection:
             for kind, last in (("train", trained_step), ("eval", recorded_step)):
                 later = "FROM rollouts WHERE kind = ? AND step > ?"
-                connection.execute(f"DELETE FROM drafts WHERE uid IN (SELECT uid {later})", (kind, last))
+                for table in ("drafts", "cuts"):
+                    connection.execute(f"DELETE FROM {table} WHERE uid IN (SELECT uid {later})", (kind, last))
                 connection.execute(f"DELETE {later}", (kind, last))
             connection.execute("DELETE FROM events WHERE step > ?", (trained_step,))
             connection.execute("DELETE FROM metrics WHERE step > ?", (recorded_step,))
@@ -396,6 +404,13 @@ class RunStore:
             return ()  # a run from before drafts
         rows = self._read("SELECT origins FROM drafts WHERE uid = ?", (uid,))
         return tuple(rows[0][0]) if rows else ()
+
+    def log_kept_of(self, uid: str) -> tuple[float, ...]:
+        """Log of the mass that cuts kept at each token of a rollout; empty if it was sampled without cuts."""
+        if not self._has_table("cuts"):
+            return ()  # a run from before they were recorded
+        rows = self._read("SELECT log_kept FROM cuts WHERE uid = ?", (uid,))
+        return tuple(np.frombuffer(rows[0][0], dtype="<f4").tolist()) if rows else ()
 
     def some_steps(self, most: int, kind: RolloutKind = "train") -> list[int]:
         """At most so many of the steps that have rollouts, evenly spread, the first and the last among them; each is

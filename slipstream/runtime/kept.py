@@ -51,6 +51,7 @@ class KeptRollout:
     finish_reason: FinishReason | None = None
     """None: it was being sampled."""
     origins: tuple[int, ...] = ()
+    log_kept: tuple[float, ...] = ()
     grade: Grade | None = None
 
     @property
@@ -59,12 +60,12 @@ class KeptRollout:
         return int(self.uid.partition("/")[0])
 
     def as_partial(self, request: Request) -> PartialRollout:
-        return PartialRollout(request, self.token_ids, self.logprobs, self.first_version)
+        return PartialRollout(request, self.token_ids, self.logprobs, self.first_version, self.log_kept)
 
     def as_rollout(self, request: Request) -> Rollout:
         assert self.finish_reason is not None, f"{self.uid} has not ended"
         known = self.token_ids, self.logprobs, self.finish_reason, self.first_version, self.last_version
-        return Rollout(request, *known, self.origins)
+        return Rollout(request, *known, self.origins, self.log_kept)
 
     def as_scored(self, request: Request) -> Scored:
         assert self.grade is not None, f"{self.uid} was not graded"
@@ -74,12 +75,12 @@ class KeptRollout:
 def keep_partial(partial: PartialRollout, newest_version: int) -> KeptRollout:
     """`newest_version`: that its worker may have had."""
     known = partial.token_ids, partial.logprobs, partial.first_version, newest_version
-    return KeptRollout(partial.request.uid, partial.request.seed, *known)
+    return KeptRollout(partial.request.uid, partial.request.seed, *known, log_kept=partial.log_kept)
 
 
 def keep_rollout(rollout: Rollout, grade: Grade | None = None) -> KeptRollout:
     known = rollout.token_ids, rollout.logprobs, rollout.first_version, rollout.last_version, rollout.finish_reason
-    return KeptRollout(rollout.request.uid, rollout.request.seed, *known, rollout.origins, grade)
+    return KeptRollout(rollout.request.uid, rollout.request.seed, *known, rollout.origins, rollout.log_kept, grade)
 
 
 def keep_scored(scored: Scored) -> KeptRollout:
@@ -123,7 +124,7 @@ def recall(run_dir: Path, checkpoint: Path, step: int, is_latest: bool, config: 
         found += known.left(step)
         with RunStore(run_dir, read_only=True) as store:
             stored = [
-                _from_store(one, store.origins_of(one.uid))
+                _from_store(one, store.origins_of(one.uid), store.log_kept_of(one.uid))
                 for later in range(step + 1, step + 2 + MODES[config.mode].staleness)
                 for one in store.rollouts(step=later, kind="train")
             ]
@@ -150,7 +151,7 @@ def _as_of(now: dict[str, Any], before: dict[str, Any], rollouts: Sequence[KeptR
     return list(rollouts)
 
 
-def _from_store(stored: StoredRollout, origins: tuple[int, ...]) -> KeptRollout:
+def _from_store(stored: StoredRollout, origins: tuple[int, ...], log_kept: tuple[float, ...]) -> KeptRollout:
     """One that could not be graded may be now."""
     grade = None if stored.reward is None else Grade(stored.text, stored.reward, stored.parts)
     reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -163,6 +164,7 @@ def _from_store(stored: StoredRollout, origins: tuple[int, ...]) -> KeptRollout:
         stored.last_version,
         reasons[stored.finish_reason],
         origins,
+        log_kept,
         grade,
     )
 
@@ -177,6 +179,7 @@ def pack(settings: dict[str, Any], rollouts: Sequence[KeptRollout]) -> bytes:
             "finish_reason": one.finish_reason,
             "num_tokens": len(one.token_ids),
             "has_origins": bool(one.origins),
+            "has_log_kept": bool(one.log_kept),
             "grade": None if one.grade is None else [one.grade.text, one.grade.reward, dict(one.grade.parts)],
         }
         for one in rollouts
@@ -189,6 +192,7 @@ def pack(settings: dict[str, Any], rollouts: Sequence[KeptRollout]) -> bytes:
         token_ids=np.fromiter((token for one in rollouts for token in one.token_ids), dtype="<i4"),
         logprobs=np.fromiter((value for one in rollouts for value in one.logprobs), dtype="<f4"),
         origins=np.fromiter((origin for one in rollouts for origin in one.origins), dtype=np.uint8),
+        log_kept=np.fromiter((value for one in rollouts for value in one.log_kept), dtype="<f4"),
     )
     return file.getvalue()
 
@@ -198,12 +202,14 @@ def unpack(content: bytes) -> tuple[dict[str, Any], list[KeptRollout]]:
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         described = json.loads(file["about"].tobytes())
         token_ids, logprobs, origins = (file[name].tolist() for name in ("token_ids", "logprobs", "origins"))
+        log_kept = file["log_kept"].tolist() if "log_kept" in file else []  # files of older versions have none
     rollouts: list[KeptRollout] = []
-    start = origin_start = 0
+    start = origin_start = kept_start = 0
     for about in described["rollouts"]:
         end = start + about["num_tokens"]
         first_version, last_version = about["versions"]
         origin_end = origin_start + (about["num_tokens"] if about["has_origins"] else 0)
+        kept_end = kept_start + (about["num_tokens"] if about.get("has_log_kept") else 0)
         rollouts.append(
             KeptRollout(
                 about["uid"],
@@ -214,8 +220,9 @@ def unpack(content: bytes) -> tuple[dict[str, Any], list[KeptRollout]]:
                 last_version,
                 about["finish_reason"],
                 tuple(origins[origin_start:origin_end]),
+                tuple(log_kept[kept_start:kept_end]),
                 None if about["grade"] is None else Grade(*about["grade"]),
             )
         )
-        start, origin_start = end, origin_end
+        start, origin_start, kept_start = end, origin_end, kept_end
     return described["settings"], rollouts

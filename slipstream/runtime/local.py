@@ -277,6 +277,8 @@ class _Run:
         self.console.start_run(lines)
         if unread := ", ".join(unread_settings(self.config)):
             self.console.note(f"of no effect, since draft.source is {self.config.draft.source} here: {unread}")
+        if (warning := self.config.cut_warning()) is not None and self.config.train.steps > 0:
+            self.console.note(warning)
         if device.type == "cpu" and learns(self.config):
             self.console.note(
                 "a step costs by the token on a CPU, so a drafter hardly ever pays there, and its updates take time "

@@ -112,14 +112,16 @@ class _Asked:
     worker: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    log_kept: list[float] = field(default_factory=list)
     first_version: int = -1
 
     def set_tokens(self, known: PartialRollout) -> None:
         self.token_ids, self.logprobs = list(known.token_ids), list(known.logprobs)
-        self.first_version = known.first_version
+        self.log_kept, self.first_version = list(known.log_kept), known.first_version
 
     def partial(self) -> PartialRollout:
-        return PartialRollout(self.request, tuple(self.token_ids), tuple(self.logprobs), self.first_version)
+        texts = tuple(self.token_ids), tuple(self.logprobs)
+        return PartialRollout(self.request, *texts, self.first_version, tuple(self.log_kept))
 
 
 class Pool:
@@ -378,6 +380,7 @@ class Pool:
         asked = self._rollouts[piece.request.uid]
         asked.token_ids += piece.token_ids
         asked.logprobs += piece.logprobs
+        asked.log_kept += piece.log_kept
         asked.first_version = piece.first_version
 
     # Who is lost.

@@ -190,6 +190,7 @@ def train_samples(groups: Sequence[GradedGroup], algorithm: Algorithm) -> list[T
             response_ids=result.rollout.token_ids,
             behaviour_logprobs=result.rollout.logprobs,
             advantage=advantage,
+            log_kept=result.rollout.log_kept,
         )
         for results, group_advantages in zip(scored, advantages, strict=True)
         for result, advantage in zip(results, group_advantages, strict=True)

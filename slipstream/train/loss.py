@@ -65,15 +65,20 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     importance_cap: float,
+    log_kept_N: Tensor | None = None,
     ref_logprobs_N: Tensor | None = None,
     kl_coef: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
     """This micro-batch's part of the update's loss: sum of weight x (surrogate + kl_coef x KL to the reference).
 
-    old: the trainer's log-probabilities before the step's first update. behaviour: the engine's, when it sampled.
-    Their ratio, capped, corrects for the difference between the two (truncated importance sampling: Yao et al. 2025,
-    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"); a cap of 0 turns that off. The
-    gradient flows through logprobs_N only. `lengths` are the response lengths, in order.
+    old: the trainer's log-probabilities before the step's first update. behaviour: the engine's, when it sampled. Both
+    are over the whole vocabulary, so that `mismatch_kl` measures numerics and staleness alone, and the clipped ratio of
+    logprobs to old is that of two policies with one support. log_kept: the log of the mass that top-k, top-p and min-p
+    kept, if they were used. A token was drawn with probability exp(behaviour - log_kept), so its importance weight is
+    exp(old - behaviour + log_kept), capped (truncated importance sampling: Yao et al. 2025, "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training"). It makes the gradient, token for token, that of the uncut
+    policy with an advantage of 0 for tokens that cannot be drawn. A cap of 0 turns it off. The gradient flows through
+    logprobs_N only. `lengths` are the response lengths, in order.
     """
     num_tokens = float(len(logprobs_N))
     log_ratio_N = logprobs_N - old_logprobs_N
@@ -95,8 +100,12 @@ def policy_loss(
         # Tokens come from the engine, so this estimates KL(engine || trainer).
         metrics["mismatch_kl"] = (_k3(mismatch_N).sum(), num_tokens)
         metrics["mismatch/logprob_diff_max"] = (difference_N.abs().max(), 1.0)
+        drawn_N = mismatch_N
+        if log_kept_N is not None:
+            drawn_N = mismatch_N + log_kept_N
+            metrics["rollout/kept_mass"] = (log_kept_N.exp().sum(), num_tokens)
         if importance_cap > 0:
-            importance_N = mismatch_N.exp().clamp(max=importance_cap)
+            importance_N = drawn_N.exp().clamp(max=importance_cap)
             metrics["rollout/importance_weight"] = (importance_N.sum(), num_tokens)
     if importance_cap > 0:
         surrogate_N = surrogate_N * importance_N

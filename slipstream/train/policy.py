@@ -120,6 +120,11 @@ class Policy:
         members, old = (members, old) if members is not None else ([STAND_IN], None)
         behaviour = [value for sample in members for value in sample.behaviour_logprobs]
         assert len(behaviour) == len(batch.targets_N), f"behaviour log-probabilities do not match: {members[0].uid}"
+        log_kept_N = None
+        if any(sample.log_kept for sample in members):
+            log_kept = [value for sample in members for value in sample.log_kept or (0.0,) * len(sample.response_ids)]
+            assert len(log_kept) == len(behaviour), f"kept masses do not match: {members[0].uid}"
+            log_kept_N = torch.tensor(log_kept, dtype=torch.float32, device=self.device)
         ref_logprobs_N = None
         if self._algorithm.kl_coef > 0:
             assert self.reference is not None, "algorithm.kl_coef > 0, and trainer.reference was not set"
@@ -131,6 +136,7 @@ class Policy:
             logprobs_N,
             old_logprobs_N=logprobs_N.detach() if old is None else torch.cat([old[s.uid] for s in members]),
             behaviour_logprobs_N=torch.tensor(behaviour, dtype=torch.float32, device=self.device),
+            log_kept_N=log_kept_N,
             advantages_N=batch.spread([sample.advantage for sample in members]),
             weights_N=batch.spread(weights),
             lengths=batch.response_lengths,

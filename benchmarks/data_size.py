@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import subprocess
@@ -64,18 +65,30 @@ def start(folder: Path, data: Path) -> dict[str, Any]:
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     began_s = time.time()
     log = (folder / "log.txt").open("w")
-    peaks: list[tuple[float, float]] = []
+    seen: list[tuple[float, float, float]] = []
+    """Time, peak in MB and CPU seconds so far."""
+    line_s = None
     command = [*TRAIN, str(folder / "recipe.yaml"), "--overwrite"]
     with log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
         while process.poll() is None:
             found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
-            peaks += [(time.time(), int(found[1]) / 1e3)] if found else []
+            ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+            if found:
+                cpu_s = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+                seen.append((time.time(), int(found[1]) / 1e3, cpu_s))
+            if line_s is None and "from the start" in (folder / "log.txt").read_text():
+                line_s = time.time()
             time.sleep(0.05)
     assert process.returncode == 0, (folder / "log.txt").read_text()
     with RunStore(folder / "run", read_only=True) as store:
         first_s = min(event.at_s for name in ("Generate", "Evaluate") for event in store.events(name))
-    peak_mb = max(peak for at_s, peak in peaks if at_s <= first_s)
-    return {"seconds": round(first_s - began_s, 1), "peak_mb": round(peak_mb)}
+    assert line_s is not None, "the run has not said that it begins"
+    result: dict[str, Any] = {}
+    for name, at_s in (("first_line", line_s), ("first_rollout", first_s)):
+        _, peak_mb, cpu_s = next(one for one in reversed(seen) if one[0] <= at_s)
+        result |= {f"{name}_s": round(at_s - began_s, 1), f"{name}_cpu_s": round(cpu_s, 1)}
+        result[f"{name}_peak_mb"] = round(peak_mb)
+    return result
 
 
 def main() -> None:

@@ -97,6 +97,13 @@ def test_long_text_is_folded(tmp_path: Path) -> None:
     assert "show all 2,500 characters" in html and "word " * 500 in html
 
 
+def test_of_a_very_long_text_the_beginning_is_in_the_page(tmp_path: Path) -> None:
+    with RunStore(tmp_path) as store:
+        store.add_rollouts(1, "train", "s", {"1/0": ("k", "q")}, [scored("1/0/0", 1.0, "word " * 50_000)])
+    html = PLOTLY.sub("", write_report(tmp_path).read_text())
+    assert "show 100,000 of 250,000 characters; the others are in run.db only" in html and len(html) < 150_000
+
+
 def test_zero_steps_still_gives_a_page(tmp_path: Path) -> None:
     RunStore(tmp_path).close()
     html = PLOTLY.sub("", write_report(tmp_path).read_text())

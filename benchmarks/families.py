@@ -5,7 +5,8 @@
 
 A tiny model of each, its sliding windows shorter than the sequences. The parity check of `models/parity.py` says
 whether it is served; then packed rows, of the layers as they are and fused, and packed documents are compared with
-Hugging Face's eager attention on each sequence alone. A family that is served with other logits than rounding explains
+Hugging Face's eager attention on each sequence alone, in float32: the number format is that of the weights when the
+check sees them. A family that is served with other logits than rounding explains
 ends the script with 1. Families whose tiny model cannot be built are listed.
 """
 
@@ -172,12 +173,16 @@ def excess(got: list[Tensor], own: list[Tensor]) -> float:
     return max(difference(a, b) for a, b in zip(got, own, strict=True)) / most
 
 
+def alone(model: PreTrainedModel) -> list[Tensor]:
+    return [model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0] for ids in SEQUENCES]
+
+
 @torch.no_grad()
 def look_at(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"family": family, **({"changes": changes} if changes else {})}
     try:
         model = tiny_model(family, dtype, changes)
-        own = [model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0] for ids in SEQUENCES]
+        alone(model)
     except Exception as error:
         return row | {"outcome": "not built", "reason": f"{type(error).__name__}: {error}"[:200]}
     try:
@@ -186,6 +191,9 @@ def look_at(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[st
         check_parity(model, family)
     except ValueError as error:
         return row | {"outcome": "refused", "reason": str(error)}
+    model.float().set_attn_implementation("eager")
+    own = alone(model)
+    model.set_attn_implementation(ATTENTION_NAME)
     wanted = [[own[which][start : start + length] for which, start, length in cuts] for cuts in STEPS[1:]]
     cuts = [torch.cat(wanted[0][:3]), wanted[0][3], torch.cat(wanted[1])]
     row |= {"documents": excess(by_documents(model), own), "rows": excess(by_pages(model), cuts)}

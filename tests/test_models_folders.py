@@ -294,3 +294,13 @@ def test_a_checkpoint_that_was_damaged_is_named_by_what_takes_it(
         assert "Traceback" not in said, words
         assert str(checkpoint) in said and (missing in said or words[0] == "export-drafter" or "step_1" in said), words
     assert not (tmp_path / "new").exists() and not (tmp_path / "other").exists()
+
+
+def test_texts_longer_than_a_model_has_positions_for_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "max_position_embeddings": 64}
+    AutoModelForCausalLM.from_config(family_config("gpt2", **sizes)).save_pretrained(tmp_path)
+    for words in (["engine", "--shapes"], ["history", "--shape"]):
+        assert call("bench", *words, str(tmp_path), "--batches", "1", "--new-tokens", "100") == 2
+        assert re.search(r"\d+ tokens are more than .* takes \(64\): lower --new-tokens", capsys.readouterr().err)

@@ -229,7 +229,9 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
 
 def check_draftable(target: PreTrainedModel, kind: str) -> None:
     """ValueError if no drafter of this kind can be made for the target."""
-    hidden_size, width = target.config.get_text_config().hidden_size, target.get_input_embeddings().weight.shape[1]
+    embeddings_VD = target.get_input_embeddings().weight
+    assert isinstance(embeddings_VD, Tensor)
+    hidden_size, width = target.config.get_text_config().hidden_size, embeddings_VD.shape[1]
     if width != hidden_size:
         raise ValueError(
             f"{type(target).__name__} has embeddings of {width} numbers and hidden states of {hidden_size}: a learned "

@@ -122,10 +122,11 @@ def difference(got_TV: Tensor, own_TV: Tensor) -> float:
 def _probe_ids(model: PreTrainedModel) -> Tensor:
     """Sequences of different tokens, none with a meaning of its own."""
     config = model.config.get_text_config()
-    num_rows = model.get_input_embeddings().weight.shape[0]
+    embeddings_VD = model.get_input_embeddings().weight
+    assert isinstance(embeddings_VD, Tensor)
     named = [value for key, value in config.to_dict().items() if key.endswith("_token_id")]
     special = {one for value in named for one in (value if isinstance(value, list) else [value])}
-    plain = [token for token in range(min(num_rows, 1000)) if token not in special] or [0]
+    plain = [token for token in range(min(len(embeddings_VD), 1000)) if token not in special] or [0]
     stride = max(1, len(plain) // (NUM_SEQUENCES * LENGTH))
     ids = [plain[place * stride % len(plain)] for place in range(NUM_SEQUENCES * LENGTH)]
     return torch.tensor(ids).view(NUM_SEQUENCES, LENGTH)

@@ -22,7 +22,15 @@ from slipstream.engine.engine import Engine
 from slipstream.files import check_output_file
 from slipstream.history.format import words_of
 from slipstream.models.precision import resolve_precision
-from slipstream.runtime.benches import check_shape, describe_machine, load_shape, new_table, shape_width, write_record
+from slipstream.runtime.benches import (
+    check_positions,
+    check_shape,
+    describe_machine,
+    load_shape,
+    new_table,
+    shape_width,
+    write_record,
+)
 from slipstream.runtime.capacity import check_sequences
 from slipstream.runtime.engines import choose_device
 from slipstream.runtime.heap import still_heap
@@ -187,6 +195,7 @@ class Replay:
                 device=model.device,
                 past=lambda ids: self._past.get(ids, ()),
             )
+        check_positions(model, "the model", num_prompt + num_new)
         self._engine = Engine(
             model,
             max_sequences=batch,

@@ -58,8 +58,10 @@ def bench_engines(
     table = new_table(title, COLUMNS, words=("shape",))
     for shape in shapes:
         started = time.perf_counter()
+        model = load_shape(shape, dtypes[shape], device)
+        check_positions(model, shape, PROMPT_TOKENS + new_tokens)
         engine = Engine(
-            load_shape(shape, dtypes[shape], device),
+            model,
             max_sequences=max(batches),
             max_length=PROMPT_TOKENS + new_tokens,
             exact=exact,
@@ -130,6 +132,13 @@ def check_shape(shape: str) -> None:
         raise ValueError(f"unknown shape '{shape}'; known: {known}, or a model folder, or owner/name on the hub")
     if is_folder(shape):
         check_model(shape)
+
+
+def check_positions(model: PreTrainedModel, shape: str, num_tokens: int) -> None:
+    """ValueError if texts of this length have positions that the model does not know."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and num_tokens > limit:
+        raise ValueError(f"{num_tokens:,} tokens are more than {shape} takes ({limit:,}): lower --new-tokens")
 
 
 def shape_width(shape: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fuzz_inputs import GCD, NO_FILES, base_tree, damage, draw_words, settings, values_for, with_value
+from fuzz_inputs import GCD, NO_FILES, WRONG, base_tree, damage, draw_words, settings, values_for, with_value
 from simulated_runs import write_run
 
 from slipstream.cli import main
@@ -25,6 +25,8 @@ from slipstream.simulate.show import read_curve, what_if_rows
 from slipstream.tasks.sources import load_problems
 from slipstream.train.checkpoint import find_damage, latest_checkpoint
 
+NUM_WRONG = 24
+"""Values of no type in particular that a setting is given, beside those of its own; other ones for each."""
 ROWS = b'{"prompt": "1+1", "answer": "2"}\n{"prompt": [{"role": "user", "content": "2+2"}], "answer": 4}\n'
 
 
@@ -43,16 +45,18 @@ def take(call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("path", [path for path, _ in settings()])
-def test_every_setting_takes_or_refuses_every_value(path: str, tmp_path: Path) -> None:
+def test_every_setting_takes_or_refuses_what_it_is_given(path: str, tmp_path: Path) -> None:
     base = base_tree(tmp_path / "run")
     (info,) = (info for name, info in settings() if name == path)
-    built = [take(lambda value=value: build_config(with_value(base, path, value))) for value in values_for(info)]
+    own, chance = values_for(info)[len(WRONG) :], random.Random(path)
+    values = [*own, *chance.sample(WRONG, NUM_WRONG)]
+    built = [take(lambda value=value: build_config(with_value(base, path, value))) for value in values]
     accepted = list({repr(config): config for config in built if config is not None}.values())
-    assert len(built) - len(accepted) > 5
+    assert len(built) > len(accepted)
     for config in accepted:
         take(lambda config=config: check_start(config))
         assert all(config.arithmetic().values())
-    for config in random.Random(path).sample(accepted, min(2, len(accepted))):
+    for config in chance.sample(accepted, min(2, len(accepted))):
         (tmp_path / "x.yaml").write_text(dump_config(config))
         assert load_config(tmp_path / "x.yaml") == config
 
@@ -93,14 +97,14 @@ def test_damaged_data(name: str, tmp_path: Path) -> None:
         "x.parquet": (tmp_path / "x.parquet").read_bytes(),
     }
     chance = random.Random(name)
-    for _ in range(200):
+    for _ in range(100):
         (tmp_path / name).write_bytes(damage(contents[name], chance))
-        take(lambda: load_problems(TaskSet(source=str(tmp_path / name)), "train/0"))
+        take(lambda: list(load_problems(TaskSet(source=str(tmp_path / name)), "train/0")))
 
 
 READERS: dict[str, tuple[bytes, Callable[[Path], Any]]] = {
     "recipe.yaml": (yaml.safe_dump({"seed": 1}).encode(), load_config),
-    "rows.jsonl": (ROWS, lambda path: load_problems(TaskSet(source=str(path)), "train/0")),
+    "rows.jsonl": (ROWS, lambda path: list(load_problems(TaskSet(source=str(path)), "train/0"))),
     "curve.json": (
         b'{"rows": [{"shape": "x", "batch": 1, "step_ms": 2.0}, {"shape": "x", "batch": 2, "step_ms": 3.0}]}',
         lambda path: read_curve(path, "x"),
@@ -154,7 +158,7 @@ def test_wrong_words_for_every_option(
     monkeypatch.chdir(tmp_path)
     chance = random.Random("options")
     long = {("bench", "engine"), ("bench", "history"), ("check",), ("simulate",), ("plan",)}
-    for _ in range(60):
+    for _ in range(40):
         words = draw_words(chance, long)
         with pytest.raises(SystemExit) as caught:
             main(words)
@@ -164,10 +168,10 @@ def test_wrong_words_for_every_option(
 
 def test_the_fuzz_finds_what_is_planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A reader that lets a library's error through is found by the same cases."""
-    monkeypatch.setattr("slipstream.tasks.rows.parse_json", lambda text, where: json.loads(text))
+    monkeypatch.setattr("slipstream.tasks.tables.parse_json", lambda text, where: json.loads(text))
     chance = random.Random("x.jsonl")
     with pytest.raises(AssertionError):
         for _ in range(200):
             (tmp_path / "x.jsonl").write_bytes(damage(ROWS, chance))
-            take(lambda: load_problems(TaskSet(source=str(tmp_path / "x.jsonl")), "train/0"))
+            take(lambda: list(load_problems(TaskSet(source=str(tmp_path / "x.jsonl")), "train/0")))
     assert GCD["source"] == "gcd"

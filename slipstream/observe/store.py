@@ -14,14 +14,14 @@ import json
 import math
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from slipstream.observe.buckets import MOST_POINTS, Buckets, Curve, Part, width_
 from slipstream.observe.ledger import Entry
 from slipstream.types import Scored, Unscored
 
+StoredT = TypeVar("StoredT")
 SCHEMA_VERSION = 1
 FETCHED_ROWS = 1000
 """Of a result that is read bit by bit."""
@@ -191,7 +192,7 @@ class RunStore:
         if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
             return
         row = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
-        if row and int(row[0]) != SCHEMA_VERSION:
+        if row and str(row[0]) != str(SCHEMA_VERSION):
             raise RunStoreError(
                 f"{self.path}: written with store schema {row[0]}, this Slipstream reads {SCHEMA_VERSION}; "
                 "use the version that made the run, or another run.dir"
@@ -370,7 +371,7 @@ class RunStore:
             "ORDER BY step, set_name, grp, sample, uid LIMIT ?3",
             (step, kind, -1 if limit is None else limit),
         )
-        return [_stored_rollout(row) for row in rows]
+        return [self._decoded(_stored_rollout, row) for row in rows]
 
     def rollout_facts(self, kind: RolloutKind = "train", first_step: int = 0) -> Iterator[RolloutFacts]:
         """As `rollouts` of these steps, one after another and without texts and tokens."""
@@ -383,11 +384,11 @@ class RunStore:
 
     def rollout(self, row: int) -> StoredRollout:
         """By the number of its row, as `rows_of_step` has it."""
-        return _stored_rollout(self._read(f"SELECT {_COLUMNS} FROM rollouts WHERE rowid = ?", (row,))[0])
+        return self._decoded(_stored_rollout, self._row(f"SELECT {_COLUMNS} FROM rollouts WHERE rowid = ?", row))
 
     def reward(self, row: int) -> tuple[float | None, str]:
         """And the uid."""
-        reward, uid = self._read("SELECT reward, uid FROM rollouts WHERE rowid = ?", (row,))[0]
+        reward, uid = self._row("SELECT reward, uid FROM rollouts WHERE rowid = ?", row)
         return reward, uid
 
     def rows_of_step(self, step: int, kind: RolloutKind = "train") -> list[tuple[int, int]]:
@@ -452,7 +453,7 @@ class RunStore:
             rows = self._read(query + "ORDER BY id")
         else:
             rows = self._read(query + "WHERE name = ? ORDER BY id", (name,))
-        return [_stored_event(row) for row in rows]
+        return [self._decoded(_stored_event, row) for row in rows]
 
     def newest_events(self, most: int, names: Sequence[str] | None = None) -> list[StoredEvent]:
         """The last so many events, or so many of each of these names, in the order they were added."""
@@ -462,11 +463,11 @@ class RunStore:
             rows = self._read(query + end, (most,))
         else:
             rows = [row for name in names for row in self._read(query + "WHERE name = ? " + end, (name, most))]
-        return [_stored_event(row[:-1]) for row in sorted(rows, key=lambda row: row[-1])]
+        return [self._decoded(_stored_event, row[:-1]) for row in sorted(rows, key=lambda row: row[-1])]
 
     def first_event(self) -> StoredEvent | None:
         rows = self._read("SELECT step, at_s, name, payload FROM events ORDER BY id LIMIT 1")
-        return _stored_event(rows[0]) if rows else None
+        return self._decoded(_stored_event, rows[0]) if rows else None
 
     def num_events(self, *names: str) -> int:
         """Of these names; of all without any."""
@@ -484,6 +485,24 @@ class RunStore:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _row(self, query: str, number: int) -> tuple[Any, ...]:
+        """The row of that number, which an index of the file has named."""
+        rows = self._read(query, (number,))
+        if not rows:
+            raise self._damaged(f"row {number} is in an index and not in its table")
+        return rows[0]
+
+    def _decoded(self, decode: Callable[[tuple[Any, ...]], StoredT], row: tuple[Any, ...]) -> StoredT:
+        try:
+            return decode(row)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise self._damaged(f"a row cannot be decoded ({type(error).__name__}: {error})") from error
+
+    def _damaged(self, what: str) -> RunStoreError:
+        return RunStoreError(
+            f"{self.path}: {what}: the file is damaged; restore it from a copy, or use another run.dir"
+        )
 
     def _read(self, query: str, values: tuple[Any, ...] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:
         with self._lock, self._faults_named():

@@ -5,6 +5,7 @@ tests of the engine took four times as long. And no example of a property has to
 take its time.
 """
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -22,6 +23,10 @@ hypothesis.settings.load_profile("slipstream")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton") is not None:
+        from interpreted import multiply_in_order
+
+        multiply_in_order()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

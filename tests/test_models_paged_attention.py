@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -182,6 +184,19 @@ def assert_pieces_agree(
     )
     query = torch.cat([query, query[:4]])
     assert torch.equal(attend(query, keys, values, padded, form)[:-4], whole)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's products")
+def test_the_interpreter_multiplies_a_row_alike_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with numpy, whose library does not on some processors: here it adds a little to rows of larger products."""
+    numpys = np.matmul
+
+    def matmul(x: np.ndarray, y: np.ndarray, **kwargs: Any) -> np.ndarray:
+        product: np.ndarray = numpys(x, y, **kwargs)
+        return product * np.float32(1 + 1e-3 * (len(x) > 16))
+
+    monkeypatch.setattr(np, "matmul", matmul)
+    assert_pieces_agree(FORMS["plain"], torch.float32, 6, 1, 32, count=3, length=20, num_decoded=1)
 
 
 def test_a_wrong_page_changes_the_result() -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from test_engine import PROMPT, PROMPTS, build_engine, run
-from tiny_models import group, wide_gpt2, wide_llama
-from transformers import PreTrainedModel
+from tiny_models import COMMON, group, wide_gpt2, wide_llama
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from slipstream.engine import step as step_module
 from slipstream.engine.engine import Engine
 from slipstream.engine.sampling import sample_rows
 from slipstream.models import heights
+from slipstream.models.attention import ATTENTION_NAME
 from slipstream.models.loading import load_model
 from slipstream.types import Request
 
@@ -59,6 +60,24 @@ def test_a_rollout_of_a_wide_model_is_the_same_alone_and_among_others(
     for num_groups, max_sequences in ((2, 12), (6, 30), (10, 50), (25, 128)):
         engine = Engine(model, max_sequences=max_sequences, max_length=64, fused=fused)
         among = run(engine, [*company(num_groups, 5, max_new_tokens=8), mine])
+        assert all(among[uid] == alone[uid] for uid in alone)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "mish"])
+@pytest.mark.parametrize("inner_size", [33, 700])
+def test_a_rollout_of_an_unfused_model_with_an_odd_inner_size_is_the_same_alone_and_among_others(
+    inner_size: int, activation: str
+) -> None:
+    """The last numbers of a step are computed by other instructions than those before, in threads' shares too."""
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "intermediate_size": inner_size, "hidden_act": activation}
+    model = LlamaForCausalLM(LlamaConfig(**COMMON | sizes | {"initializer_range": 0.3}))
+    model.set_attn_implementation(ATTENTION_NAME)
+    mine = group("mine", PROMPT, 2, max_new_tokens=6)
+    alone = run(Engine(model.eval(), max_sequences=2, max_length=64, fused=False), [mine])
+    for num_groups, max_sequences in ((3, 17), (12, 62)):
+        engine = Engine(model, max_sequences=max_sequences, max_length=64, fused=False)
+        among = run(engine, [*company(num_groups, 5, max_new_tokens=6), mine])
         assert all(among[uid] == alone[uid] for uid in alone)
 
 

@@ -6,8 +6,8 @@ one runs; on CPU it runs eagerly and is read at once.
 
 Promise: a rollout depends on (weights, prompt, seed, sampling) alone, to the bit. Attention and sampling are exact by
 construction. Matrix products give a row the same bits on a CPU at the heights that `models/heights.py` finds, to which
-they are padded (`models/products.py`), or the whole step for a model that is not wholly fused; on a GPU by the settings
-of `models/precision.py`.
+they are padded (`models/products.py`), or the whole step for a model that is not wholly fused, whose elementwise
+operations `models/elementwise.py` pads; on a GPU by the settings of `models/precision.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -48,6 +49,7 @@ from slipstream.engine.strategy import (
     result_of,
 )
 from slipstream.models.cached import KVPages
+from slipstream.models.elementwise import AlikeEverywhere
 from slipstream.models.heights import MOST_ROWS, StepHeights, common_heights
 from slipstream.models.memory import WeightMemory
 from slipstream.models.precision import check_batch_invariance, use_batch_invariant_products
@@ -101,11 +103,14 @@ class Engine:
         assert fused or not is_fused(model), "another engine has fused this model: the plain twin needs its own copy"
         self.fusion = fuse(model) if fused else None
         self._heights: StepHeights | None = None
+        self._forward_in: AbstractContextManager[object] = nullcontext()
         if not on_gpu:
             any_height = not exact or (self.fusion is not None and self.fusion.any_height)
             self._heights = StepHeights(
                 range(1, MOST_ROWS + 1) if any_height else common_heights(model, least=MIN_STEP_TOKENS)
             )
+            if not any_height:
+                self._forward_in = AlikeEverywhere()
         table_pages = -(-max_length // PAGE_TOKENS)
         if self.fusion is not None:
             self.fusion.know_positions(table_pages * PAGE_TOKENS)
@@ -383,7 +388,7 @@ class Engine:
             assert self.drafter is not None
             draft_step(self._state, launch.drafting, self.drafter, limits)
         if launch.step is not None:
-            run_step(self.model, self._pages, self._state, launch.step, self.drafter)
+            run_step(self.model, self._pages, self._state, launch.step, self.drafter, forward_in=self._forward_in)
 
     def _is_busy(self) -> bool:
         """Whether a GPU still has steps to run."""

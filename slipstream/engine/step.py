@@ -13,6 +13,8 @@ Axes: T packed tokens (padded), R rows (padded), N samples (padded), S slots, V 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -38,9 +40,16 @@ def draft_step(state: StepState, sizes: DraftSizes, drafter: Drafter, limits: Te
 
 
 def run_step(
-    model: PreTrainedModel, pages: KVPages, state: StepState, sizes: StepSizes, drafter: Drafter | None = None
+    model: PreTrainedModel,
+    pages: KVPages,
+    state: StepState,
+    sizes: StepSizes,
+    drafter: Drafter | None = None,
+    *,
+    forward_in: AbstractContextManager[object] = nullcontext(),
 ) -> None:
-    """Run every live slot's allotted tokens, and note in `state.report` what was sampled."""
+    """Run every live slot's allotted tokens, and note in `state.report` what was sampled. `forward_in`: context of the
+    model's forward."""
     pack_now, commit_now = pack, commit
     if state.report.is_cuda:
         from slipstream.engine import triton_step  # a machine without a GPU may lack triton
@@ -49,10 +58,10 @@ def run_step(
     step = pack_now(state, sizes)
     tree = trees.branch(state, step, sizes.tree_depth) if sizes.tree_depth else None
     rows, sampling = (tree.rows, tree.sampling) if tree is not None else (step.rows, step.sampling)
-    # Nothing holds the logits, most of a graph's memory, beyond this line.
-    samples = sample_rows(
-        row_logits(model, step.ids_T, pages, rows, step.sampled_at_N), sampling, with_cuts=sizes.with_cuts
-    )
+    with forward_in:
+        logits_NV = row_logits(model, step.ids_T, pages, rows, step.sampled_at_N)
+    samples = sample_rows(logits_NV, sampling, with_cuts=sizes.with_cuts)
+    del logits_NV  # most of a graph's memory
     kept = None
     if tree is None:
         commit_now(state, step, samples)

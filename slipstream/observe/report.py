@@ -68,6 +68,7 @@ def write_report(run_dir: Path, what_if: WhatIf | str | None = None) -> Path:
         wall_s = wall_time_s(store)
         sections = [
             _header(run_dir.resolve().name, config, metrics, wall_s, buckets.width),
+            _not_exact(store),
             _hints(store, config),
             _learning(metrics),
             _lengths_and_time(metrics, _some_lengths(store), wall_s),
@@ -150,6 +151,12 @@ def _header(name: str, config: Config | None, metrics: Metrics, wall_s: float, w
     if config.warmup:
         about["warm start"] = f"{config.warmup.steps} supervised steps before RL"
     return head + page.tiles(values) + page.card("The run in numbers", page.facts(about | config.arithmetic()))
+
+
+def _not_exact(store: RunStore) -> str:
+    """Nothing for a run whose rollouts are the same in every batch, as engine.exact promises."""
+    events = store.newest_events(1, ["NotExact"])
+    return page.card("Not exact", page.sentence(events[-1].payload["reason"])) if events else ""
 
 
 def _hints(store: RunStore, config: Config | None) -> str:

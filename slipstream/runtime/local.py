@@ -24,6 +24,7 @@ from slipstream.draft.online import DrafterTrainer
 from slipstream.draft.saved import DrafterSaver, DrafterState
 from slipstream.engine.engine import Engine
 from slipstream.history.store import HistoryStore
+from slipstream.models.exactness import why_inexact
 from slipstream.models.loading import check_model, load_model, load_shape, load_tokenizer
 from slipstream.models.precision import use_batch_invariant_products
 from slipstream.models.rendering import render_prompts, stop_token_ids
@@ -69,7 +70,7 @@ from slipstream.runtime.stopping import StopFlag, stop_on_signals
 from slipstream.runtime.streaming import StreamParts, stream
 from slipstream.runtime.warmup import Progress, RewardSampler, warm_up
 from slipstream.runtime.world import LocalWorld
-from slipstream.schedule.events import Action, Event, RunBegan, StepTrained, UnderWay, to_record
+from slipstream.schedule.events import Action, Event, NotExact, RunBegan, StepTrained, UnderWay, to_record
 from slipstream.schedule.scheduler import Scheduler
 from slipstream.tasks.grading import Grader
 from slipstream.train.checkpoint import Checkpoint, latest_checkpoint, load_trainer_state, save_checkpoint
@@ -275,6 +276,11 @@ class _Run:
         ]
         lines += [f"  {name}: {value}" for name, value in self.config.arithmetic().items()]
         self.console.start_run(lines)
+        reason = why_inexact(self.model) if self.config.engine.exact else None
+        if reason is not None:
+            self.console.note(reason)
+            name, fields = to_record(NotExact(reason))
+            self.store.add_event(self.step, time.time(), name, fields)
         if unread := ", ".join(unread_settings(self.config)):
             self.console.note(f"of no effect, since draft.source is {self.config.draft.source} here: {unread}")
         if (warning := self.config.cut_warning()) is not None and self.config.train.steps > 0:

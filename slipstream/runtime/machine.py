@@ -45,6 +45,8 @@ class MachineReport:
     model_served: bool
     fusion: str | None
     """Which of the model's layers the engine runs fused, and why not the others."""
+    not_exact: str | None = None
+    """Why rollouts of the model may depend on their batch."""
 
     @property
     def usable(self) -> bool:
@@ -58,6 +60,7 @@ class MachineReport:
             "extras": self.extras,
             "model": self.model,
             "fusion": self.fusion,
+            "not_exact": self.not_exact,
         }
 
     def as_text(self) -> str:
@@ -74,6 +77,8 @@ class MachineReport:
             lines.append(f"{'model':14} {self.model}")
         if self.fusion is not None:
             lines.append(f"{'fusion':14} {self.fusion}")
+        if self.not_exact is not None:
+            lines.append(f"{'not exact':14} {self.not_exact}")
         lines.append("ready: slipstream train quickstart" if self.usable else "not ready, see above")
         return "\n".join(lines)
 
@@ -87,12 +92,12 @@ def check_machine(model: str | None = None) -> MachineReport:
         "free disk here": f"{shutil.disk_usage('.').free / 2**30:.0f} GiB",
     }
     extras = {name: _version(name) for name in EXTRAS}
-    said, served, fusion = None, True, None
+    said, served, fusion, not_exact = None, True, None, None
     if not missing:
         facts |= _torch_facts()
         if model is not None:
-            said, served, fusion = _check_model(model)
-    return MachineReport(facts, missing, extras, said, served, fusion)
+            said, served, fusion, not_exact = _check_model(model)
+    return MachineReport(facts, missing, extras, said, served, fusion, not_exact)
 
 
 def installed_version(package: str) -> str:
@@ -127,11 +132,12 @@ def _torch_facts() -> dict[str, str]:
     return facts
 
 
-def _check_model(name: str) -> tuple[str, bool, str | None]:
-    """What to say of the model, whether it is served, and what became of its layers."""
+def _check_model(name: str) -> tuple[str, bool, str | None, str | None]:
+    """What to say of the model, whether it is served, what became of its layers, and why it is not exact if so."""
     import torch
 
     from slipstream.engine.engine import Engine
+    from slipstream.models.exactness import why_inexact
     from slipstream.models.loading import check_model, load_model, load_tokenizer
 
     try:
@@ -139,7 +145,8 @@ def _check_model(name: str) -> tuple[str, bool, str | None]:
         load_tokenizer(name)
         model = load_model(name, dtype=torch.float32, device=torch.device("cpu"))
     except ValueError as error:
-        return str(error), False, None
+        return str(error), False, None, None
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     said = f"{name}: {model.config.model_type}, {num_parameters / 1e6:.1f}M parameters, served"
-    return said, True, str(Engine(model.requires_grad_(False), max_sequences=1, max_length=1, exact=False).fusion)
+    fusion = Engine(model.requires_grad_(False), max_sequences=1, max_length=1, exact=False).fusion
+    return said, True, str(fusion), why_inexact(model)

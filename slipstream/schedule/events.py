@@ -68,6 +68,13 @@ class StopAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class NotExact:
+    """Rollouts of this run may depend on their batch, although engine.exact is on. For the record."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class DraftChosen:
     """From now on the engine drafts otherwise when it runs about so many sequences. For the record."""
 
@@ -340,13 +347,13 @@ class EndSession:
 CoordinatorAction = TrainRound | StopTraining | Publish | EndSession
 
 FleetRecord = WorkersWanted | WorkersPaced
-Item = Event | Action | FleetEvent | FleetAction | FleetRecord | CoordinatorEvent | CoordinatorAction
+Item = NotExact | Event | Action | FleetEvent | FleetAction | FleetRecord | CoordinatorEvent | CoordinatorAction
 
 BY_NAME: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *(RunBegan, GroupScored, StepTrained, WeightsLive, Evaluated, Saved, StopAsked),
-        *(DraftChosen, DrafterAsked),
+        *(NotExact, DraftChosen, DrafterAsked),
         *(Generate, Feed, Train, PushWeights, Evaluate, Record, Save, Finish),
         *(WorkerJoined, WorkerLeft, RolloutsAsked, RolloutEnded, HandedBack, Outgrew, WorkersWanted, WorkersPaced),
         *(Sample, Watch, TakeBack, CloseStep, Lend, Recall),

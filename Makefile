@@ -9,7 +9,7 @@ INSTALL := $(BIN)/pip install --no-compile --quiet --disable-pip-version-check -
 # Where Python is told to keep nothing it has compiled, every process would compile torch anew, for some 15 s.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test lint types unit check clean
+.PHONY: train test lint types unit test-processors check clean
 
 train: $(READY)
 	$(BIN)/slipstream train quickstart --resume
@@ -26,6 +26,11 @@ types: $(READY)
 
 unit: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# With the kernels of other processors (tests/processors.py): not part of `make test`.
+test-processors: $(READY)
+	@for processor in avx2 sse; do echo "as on a processor with $$processor"; \
+	  $(BIN)/python tests/processors.py $$processor -n 2 --dist loadfile --no-loadscope-reorder || exit 1; done
 
 check: $(READY)
 	$(BIN)/slipstream check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,9 @@ RECOGNISED: dict[str, dict[str, Any]] = {
 
 
 TOLERANCE = 2e-6
+"""Of planted errors, which must be 100 times as large."""
+ROUNDINGS = 4.0
+"""Between two computations in float32 that each err by one `rounding`, by .4 to 1.6 of it in all families here."""
 NUM_PAGES, PAGE_TOKENS, WIDTH = 12, 16, 4
 LENGTHS = (40, 21, 33)
 SEQUENCES = [torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
@@ -106,7 +110,16 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+def rounding(model: PreTrainedModel) -> float:
+    """Error of the model's logits in float32, on this processor: against float64, with Hugging Face's own attention."""
+    wide = copy.deepcopy(model).double()
+    wide.set_attn_implementation("eager")
+    exact = [wide(input_ids=ids.unsqueeze(0), use_cache=False).logits[0] for ids in SEQUENCES]
+    cut = [exact[which][start : start + length] for cuts in (PREFILL, MIXED) for which, start, length in cuts]
+    return relative_error(logits(model), torch.cat(cut))
 
 
 def error_with_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> float:

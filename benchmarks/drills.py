@@ -92,9 +92,15 @@ class Run:
         found = {name: pid for name, pid in named.items() if command_of(pid)}
         for pid in children_of(named["driver"]):
             command = command_of(pid)
-            for word, name in (("spawn_main", "grader"), ("forkserver", "forkserver"), ("resource_tracker", "tracker")):
+            for word, name in (
+                ("guardian.py", "guardian"),
+                ("forkserver", "forkserver"),
+                ("resource_tracker", "tracker"),
+            ):
                 if word in command and pid not in found.values():
                     found[name if name not in found else f"{name}-{pid}"] = pid
+                    graders = children_of(pid) if name == "guardian" else []
+                    found |= {f"grader-{grader}": grader for grader in graders}
         return found
 
     def victims(self, kind: str) -> list[int]:

@@ -110,7 +110,10 @@ PURE = {
     "train": ["slipstream.train.algorithms", "slipstream.train.packing"],
     "tasks": [
         f"slipstream.tasks.{name}"
-        for name in ("grading", "procedural", "rewards", "rows", "sources", "tables", "verifiers")
+        for name in (
+            *("columns", "grader_pool", "grader_process", "grading", "guardian", "new_recipe", "procedural"),
+            *("rewards", "rows", "sources", "tables", "verifiers"),
+        )
     ],
     "observe": [
         f"slipstream.observe.{name}"

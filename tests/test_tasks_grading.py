@@ -68,7 +68,7 @@ def by_text() -> Iterator[Grader]:
         (["none", "a"], ["no_score", 1.0], "no reward function applies"),
         (["a", "short"], ["raised", "raised"], "returned 1 values for 2 samples"),
         (["hang", "a"], ["timeout", "timeout"], "reward.timeout_s = 2 s"),
-        (["exit", "a"], ["died", 1.0], "exit code 1"),
+        (["exit", "a"], ["died", 1.0], "exit code 0"),
         (["kill"], ["died"], "exit code -9"),
         (["memory", "a"], ["raised", 1.0], "a call may take 4 GiB"),
         ([], [], ""),
@@ -96,7 +96,7 @@ def test_a_fault_takes_no_other_group(by_text: Grader) -> None:
 
 def test_a_worker_killed_while_idle_is_replaced(by_text: Grader) -> None:
     assert summary(grade(by_text, "a")) == [1.0]
-    (worker,) = by_text._pool._pool_manager.worker_manager.workers  # type: ignore[attr-defined]
+    (worker,) = by_text.pids
     os.kill(worker, signal.SIGKILL)
     time.sleep(0.5)
     assert summary(grade(by_text, "a", "raise")) == [1.0, "raised"]
@@ -163,9 +163,7 @@ def test_a_hung_worker_does_not_outlive_a_killed_parent(tmp_path: Path, where: s
         'if __name__ == "__main__":\n'
         "    from slipstream.tasks import grading\n"
         "    from test_tasks_grading import item, reward\n"
-        f"    grading.GRACE_S = {60 if where == 'python' else 0}\n"
-        f"    limit_s = {60 if where == 'python' else 3}\n"
-        "    grader = grading.Grader(reward('hangs_with_a_child', timeout_s=limit_s))\n"
+        "    grader = grading.Grader(reward('hangs_with_a_child', timeout_s=60))\n"
         f"    grader.submit(0, [item('{where} {pids}')])\n"
         "    time.sleep(60)\n"
     )
@@ -178,7 +176,7 @@ def test_a_hung_worker_does_not_outlive_a_killed_parent(tmp_path: Path, where: s
     worker, child = map(int, pids.read_text().split())
     try:
         assert wait_until(lambda: not is_running(worker), 10)
-        assert where == "c" or wait_until(lambda: not is_running(child), 5)
+        assert wait_until(lambda: not is_running(child), 10)
     finally:
         for pid in filter(is_running, (worker, child)):
             os.kill(pid, signal.SIGKILL)

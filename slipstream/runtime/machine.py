@@ -10,6 +10,8 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.tasks.guardian import containment
+
 REQUIRED = (
     "torch",
     "transformers",
@@ -19,7 +21,6 @@ REQUIRED = (
     "numba",
     "datasets",
     "pydantic",
-    "pebble",
     "reasoning_gym",
     "math_verify",
     "plotly",
@@ -90,6 +91,7 @@ def check_machine(model: str | None = None) -> MachineReport:
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
         "free disk here": f"{shutil.disk_usage('.').free / 2**30:.0f} GiB",
+        "graders": containment(),
     }
     extras = {name: _version(name) for name in EXTRAS}
     said, served, fusion, not_exact = None, True, None, None

@@ -103,7 +103,8 @@ class RewardFunction(Section):
     function: str
     """`task` (the source's own verifier), `math_verify`, `exact_match` (the answer column against what stands in
     <answer> tags or after the last ####), a dotted path `package.module.name`, or `file.py:name`.
-    Signatures: TRL's f(prompts, completions, completion_ids, **columns) or verl's compute_score(...)."""
+    Signatures: TRL's f(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns), of which
+    a function names what it needs, or verl's compute_score(...)."""
     weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Of this function in the sum. pass@k counts rewards of 1.0 or more, so weights that sum to less than 1 make it
     always 0."""

@@ -31,6 +31,9 @@ class Problem:
     """Every other column of the data; given to reward functions by keyword."""
     solution: str | None = None
     """A worked solution ending in the answer, where the source has one; the warm start learns from it."""
+    is_conversational: bool = False
+    """The data has the prompt as messages, not as a string. Reward functions get prompts and completions in the same
+    form, as in TRL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,10 @@ class Scored:
     reward: float
     parts: Mapping[str, float]
     """The value each reward function gave, by its name; reward is their weighted sum."""
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that reward functions logged in a call with this sample, by "function/name"."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Columns that reward functions logged for this sample: short texts and numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +139,9 @@ class Unscored:
     kind: Literal["raised", "timeout", "not_a_number", "died", "no_score"]
     detail: str
     """The traceback, or what was wrong with the value."""
+    logged: Mapping[str, float] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """As in Scored, from the functions that did not fail."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,15 @@ import pytest
 
 from slipstream.config import Reward, RewardFunction, TaskSet
 from slipstream.tasks import verifiers
-from slipstream.tasks.rewards import Sample, check_rewards, portable, resolve_reward, reward_names
+from slipstream.tasks.rewards import (
+    CallLog,
+    Sample,
+    TrainerState,
+    check_rewards,
+    portable,
+    resolve_reward,
+    reward_names,
+)
 from slipstream.tasks.sources import load_problems
 from slipstream.tasks.verifiers import extract_answer, score_gsm8k, score_math, score_task
 from slipstream.types import Problem
@@ -31,7 +39,7 @@ def score(function: str, texts: list[str], **columns: Any) -> list[Any]:
     if call.score_one is not None:
         return [call.score_one(sample) for sample in group]
     assert call.score_group is not None
-    return list(call.score_group(group))
+    return list(call.score_group(group, TrainerState(0, 1), CallLog(len(group))))
 
 
 def test_trl_functions() -> None:

@@ -203,7 +203,7 @@ def format_evaluation(step: int, metrics: Mapping[str, float]) -> str:
     """`eval at step 10  heldout: avg@4 0.530  pass@4 0.800  len 87`; several sets are joined by " | "."""
     sets: dict[str, list[str]] = {}
     for name, value in metrics.items():
-        if not name.startswith("eval/"):
+        if not name.startswith("eval/") or "/logged/" in name:
             continue
         set_name, _, measure = name.removeprefix("eval/").rpartition("/")
         words = sets.setdefault(set_name, [])

@@ -1,6 +1,6 @@
 """From records to the field's metric names; pure arithmetic, no clock, file or tensor.
 
-Owns what each `reward/`, `response_length/`, `rollout/` and `eval/` name means. Invariants:
+Owns what each `reward/`, `response_length/`, `rollout/`, `logged/` and `eval/` name means. Invariants:
 - a rollout that could not be scored has a length and tokens but no reward: it is counted, never taken for a zero;
 - a number that does not exist (the mean of nothing) is left out of the dict, never replaced by 0 or NaN;
 - results do not depend on the order of the records.
@@ -51,6 +51,7 @@ def rollout_metrics(
     rollouts = _rollouts(scored, unscored)
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     metrics["rollout/tokens"] = float(sum(lengths))
+    metrics |= _logged("logged", scored, unscored)
     if rollouts:
         metrics |= _spread("response_length", lengths, ("mean", "median", "p99", "max", "min"))
         clipped = [float(rollout.finish_reason == "length") for rollout in rollouts]
@@ -78,7 +79,7 @@ def evaluation_metrics(
     lengths = [float(len(rollout.token_ids)) for rollout in _rollouts(scored, unscored)]
     if lengths:
         metrics[f"eval/{set_name}/response_length"] = _mean(lengths)
-    return metrics
+    return metrics | _logged(f"eval/{set_name}/logged", scored, unscored)
 
 
 def percentile(values: Iterable[float], q: float) -> float:
@@ -112,6 +113,15 @@ def _mean(values: Sequence[float]) -> float:
 
 def _rollouts(scored: Sequence[Scored], unscored: Sequence[Unscored]) -> list[Rollout]:
     return [item.rollout for item in scored] + [item.rollout for item in unscored]
+
+
+def _logged(prefix: str, scored: Sequence[Scored], unscored: Sequence[Unscored]) -> dict[str, float]:
+    """What reward functions logged, as the mean over the samples of the calls that logged it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for item in (*scored, *unscored):
+        for name, value in item.logged.items():
+            values[name].append(value)
+    return {f"{prefix}/{name}": _mean(found) for name, found in sorted(values.items())}
 
 
 def _rewards_by_group(scored: Sequence[Scored]) -> Mapping[str, list[float]]:

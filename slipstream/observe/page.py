@@ -6,7 +6,7 @@ arguments called `*_html` are put into the page as they are. No script but plotl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from slipstream.observe.store import StoredRollout
@@ -145,20 +145,25 @@ def config_section(text: str) -> str:
     return f'<details class="card">{summary}<pre>{escape(text)}</pre></details>'
 
 
-def sample_table(picks: Sequence[tuple[str, StoredRollout]]) -> str:
-    """Rollouts of one step, each with the word for why it was picked (best, median, worst, unscored)."""
-    rows = "".join(_sample_row(why, rollout) for why, rollout in picks)
+def sample_table(
+    picks: Sequence[tuple[str, StoredRollout]], extras_of: Callable[[str], Mapping[str, object]] = lambda _: {}
+) -> str:
+    """Rollouts of one step, each with the word for why it was picked (best, median, worst, unscored).
+
+    `extras_of`: what reward functions logged for a rollout, by its uid."""
+    rows = "".join(_sample_row(why, rollout, extras_of(rollout.uid)) for why, rollout in picks)
     head = '<th class="facts">Sample</th><th class="prompt">Prompt</th><th>Response</th>'
     return f'<table class="samples"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
-def _sample_row(why: str, rollout: StoredRollout) -> str:
+def _sample_row(why: str, rollout: StoredRollout, extras: Mapping[str, object]) -> str:
     worth = "no reward" if rollout.reward is None else f"reward {rollout.reward:.4g}"
     parts = "".join(f"<br><small>{escape(name)} {value:.4g}</small>" for name, value in rollout.parts.items())
     ended = "cut at the length limit" if rollout.finish_reason == "length" else rollout.finish_reason
     fault = f'<p class="unscored">Not scored:</p>{folded(rollout.fault)}' if rollout.fault is not None else ""
+    logged = "".join(f"<p><small>{escape(column)}</small></p>{folded(str(value))}" for column, value in extras.items())
     return (
         f'<tr><td class="facts"><span class="pill {escape(why)}">{escape(why)}</span><br><b>{worth}</b>{parts}'
         f"<br><small>{rollout.length:,} tokens, {escape(ended)}<br>{escape(rollout.uid)}</small></td>"
-        f'<td class="prompt">{folded(rollout.prompt_text)}</td><td>{folded(rollout.text)}{fault}</td></tr>'
+        f'<td class="prompt">{folded(rollout.prompt_text)}</td><td>{folded(rollout.text)}{fault}{logged}</td></tr>'
     )

@@ -77,6 +77,7 @@ def write_report(run_dir: Path, what_if: WhatIf | str | None = None) -> Path:
             _what_if(what_if),
             _drafts(run_dir, store, metrics),
             _health(metrics),
+            _logged(metrics),
             _samples(store),
         ]
     if config_text:
@@ -373,6 +374,18 @@ def _health(metrics: Metrics) -> str:
     return "<h2>Training health</h2>" + about + (_grid("many", *cards) if cards else "") + left_out
 
 
+def _logged(metrics: Metrics) -> str:
+    """Metrics that reward functions logged; nothing for a run without any."""
+    names = sorted(name for name in metrics if re.match(r"(eval/.+/)?logged/", name))
+    shown = {name: figures.health_curve(metrics, name) for name in names}
+    cards = [
+        page.card(name.replace("logged/", ""), figures.figure_html(figure), name)
+        for name, figure in shown.items()
+        if figure is not None
+    ]
+    return "<h2>Logged by reward functions</h2>" + _grid("many", *cards) if cards else ""
+
+
 def _samples(store: RunStore) -> str:
     html = "<h2>Samples</h2>"
     steps = store.some_steps(3)
@@ -384,7 +397,8 @@ def _samples(store: RunStore) -> str:
         note = "mean reward not recorded" if reward is None else f"mean reward {reward:.3f}"
         if len(rows) < num_rollouts:
             note += f"; picked from {len(rows)} of its {num_rollouts:,} rollouts"
-        html += page.card(f"Step {step}", page.sample_table(pick_samples(store, rows)), note)
+        table = page.sample_table(pick_samples(store, rows), store.extras_of)
+        html += page.card(f"Step {step}", table, note)
     return html
 
 

@@ -47,6 +47,7 @@ CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (kind, step, length);
 CREATE INDEX IF NOT EXISTS rollouts_by_prompt ON rollouts (prompt_key, step);
 CREATE TABLE IF NOT EXISTS drafts (uid TEXT PRIMARY KEY, origins BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS cuts (uid TEXT PRIMARY KEY, log_kept BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS extras (uid TEXT PRIMARY KEY, columns TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, step INTEGER NOT NULL, at_s REAL NOT NULL, name TEXT NOT NULL, payload TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS events_by_name ON events (name, id);
@@ -215,11 +216,16 @@ class RunStore:
             for result in results
             if result.rollout.log_kept
         ]
+        logged = [
+            (result.rollout.request.uid, _storable(json.dumps(dict(result.extras), ensure_ascii=False)))
+            for result in results
+            if result.extras
+        ]
         rows = [_rollout_row(step, kind, set_name, prompts[result.rollout.request.group], result) for result in results]
         marks = ", ".join("?" * len(_COLUMNS.split(", ")))
         with self._transaction() as connection:
             connection.executemany(f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}) VALUES ({marks})", rows)
-            for table, found in (("drafts", drafted), ("cuts", cut)):
+            for table, found in (("drafts", drafted), ("cuts", cut), ("extras", logged)):
                 connection.executemany(f"DELETE FROM {table} WHERE uid = ?", [(row[0],) for row in rows])
                 connection.executemany(f"INSERT INTO {table} VALUES (?, ?)", found)
 
@@ -284,7 +290,7 @@ class RunStore:
         with self._transaction() as connection:
             for kind, last in (("train", trained_step), ("eval", recorded_step)):
                 later = "FROM rollouts WHERE kind = ? AND step > ?"
-                for table in ("drafts", "cuts"):
+                for table in ("drafts", "cuts", "extras"):
                     connection.execute(f"DELETE FROM {table} WHERE uid IN (SELECT uid {later})", (kind, last))
                 connection.execute(f"DELETE {later}", (kind, last))
             connection.execute("DELETE FROM events WHERE step > ?", (trained_step,))
@@ -436,6 +442,13 @@ class RunStore:
                 break
             found.append(below)
         return found[::-1]
+
+    def extras_of(self, uid: str) -> dict[str, Any]:
+        """What reward functions logged for a rollout, by column; empty if nothing."""
+        if not self._has_table("extras"):
+            return {}  # a run from before there were any
+        rows = self._read("SELECT columns FROM extras WHERE uid = ?", (uid,))
+        return dict(json.loads(rows[0][0])) if rows else {}
 
     def lengths_by_step(self, kind: RolloutKind = "train") -> dict[int, list[int]]:
         """{step: response lengths in tokens, ascending}; answered from an index, no text is read."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,11 @@ class Grade:
     text: str
     reward: float
     parts: Mapping[str, float]
+    logged: Mapping[str, float] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_list(self) -> list[Any]:
+        return [self.text, self.reward, dict(self.parts), dict(self.logged), dict(self.extras)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,10 @@ class KeptRollout:
 
     def as_scored(self, request: Request) -> Scored:
         assert self.grade is not None, f"{self.uid} was not graded"
-        return Scored(self.as_rollout(request), self.grade.text, self.grade.reward, self.grade.parts)
+        grade = self.grade
+        return Scored(
+            self.as_rollout(request), grade.text, grade.reward, grade.parts, logged=grade.logged, extras=grade.extras
+        )
 
 
 def keep_partial(partial: PartialRollout, newest_version: int) -> KeptRollout:
@@ -84,7 +92,8 @@ def keep_rollout(rollout: Rollout, grade: Grade | None = None) -> KeptRollout:
 
 
 def keep_scored(scored: Scored) -> KeptRollout:
-    return keep_rollout(scored.rollout, Grade(scored.text, scored.reward, scored.parts))
+    grade = Grade(scored.text, scored.reward, scored.parts, scored.logged, scored.extras)
+    return keep_rollout(scored.rollout, grade)
 
 
 class Kept:
@@ -180,7 +189,7 @@ def pack(settings: dict[str, Any], rollouts: Sequence[KeptRollout]) -> bytes:
             "num_tokens": len(one.token_ids),
             "has_origins": bool(one.origins),
             "has_log_kept": bool(one.log_kept),
-            "grade": None if one.grade is None else [one.grade.text, one.grade.reward, dict(one.grade.parts)],
+            "grade": None if one.grade is None else one.grade.as_list(),
         }
         for one in rollouts
     ]

@@ -151,7 +151,7 @@ def _train_once(
         eval_sets = {name: render_prompts(tokenizer, items, longest) for name, items in eval_problems.items()}
         training = TrainingSet(config, tokenizer, problems, eval_sets)
         every_problem = chain(training.examined(console), *eval_problems.values())
-        grader = stack.enter_context(Grader(config.reward, every_problem))
+        grader = stack.enter_context(Grader(config.reward, every_problem, config.train.steps))
         prompts = training.prompts
         pairs = training.pairs if config.warmup else ()
         if checkpoint is not None and _is_trained_elsewhere(config, checkpoint):

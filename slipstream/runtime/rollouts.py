@@ -97,7 +97,8 @@ class OpenGroups:
                 [list(r.token_ids) for r in rollouts], skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
             problem = group.prompt.problem
-            self._grader.submit(name, [(problem, r, text) for r, text in zip(rollouts, texts, strict=True)])
+            items = [(problem, r, text) for r, text in zip(rollouts, texts, strict=True)]
+            self._grader.submit(name, items, _num_trained(name))
 
     def close(self, name: str, results: Sequence[Scored]) -> GradedGroup:
         """A group of which all grades are known from elsewhere."""
@@ -111,6 +112,13 @@ class OpenGroups:
         """Those whose grades are there; waits for the first."""
         finished: Sequence[tuple[str, list[Scored | Unscored]]] = self._grader.poll(wait_s)
         return [GradedGroup(name, self._open.pop(name).prompt, tuple(results)) for name, results in finished]
+
+
+def _num_trained(name: str) -> int:
+    """Steps of training before the one that a group is for ("<step>/<position>"), or before its evaluation
+    ("eval/<set>/<step>/<number>")."""
+    step = int(name.split("/")[-2])
+    return step if name.startswith("eval/") else step - 1
 
 
 class RolloutDesk:

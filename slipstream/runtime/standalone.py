@@ -38,7 +38,7 @@ def evaluate_target(target: Path, overrides: Sequence[str], *, quiet: bool = Fal
     problems = load_eval_problems(config)
     sets = {name: render_prompts(tokenizer, items, config.engine.max_prompt_tokens) for name, items in problems.items()}
     with (
-        Grader(config.reward, [problem for items in problems.values() for problem in items]) as grader,
+        Grader(config.reward, [one for items in problems.values() for one in items], config.train.steps) as grader,
         Console(1, quiet=quiet) as console,
     ):
         model = load_model(model_name, dtype=torch.float32, device=device, seed=config.seed)

@@ -29,8 +29,8 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from slipstream.tasks import guardian
-from slipstream.tasks.grader_process import Fault, Outcome
-from slipstream.tasks.rewards import Sample
+from slipstream.tasks.grader_process import Answer, Fault, as_answer
+from slipstream.tasks.rewards import Sample, TrainerState
 
 MAX_STARTS = 3
 """Graders that are started for one call; if none of them lives until the call begins, the workers cannot live."""
@@ -61,7 +61,8 @@ class Closed(Exception):
 class _Call:
     function: int
     samples: list[Sample]
-    future: Future[list[Outcome] | Fault] = field(default_factory=Future)
+    state: TrainerState
+    future: Future[Answer | Fault] = field(default_factory=Future)
 
 
 class GraderPool:
@@ -91,8 +92,8 @@ class GraderPool:
         with self._lock:
             return [grader.pid for grader in self._graders.values() if grader.pid is not None]
 
-    def schedule(self, function: int, samples: list[Sample]) -> Future[list[Outcome] | Fault]:
-        call = _Call(function, samples)
+    def schedule(self, function: int, samples: list[Sample], state: TrainerState) -> Future[Answer | Fault]:
+        call = _Call(function, samples, state)
         call.future.add_done_callback(lambda _: self._on_answer())
         self._queue.put(call)
         return call.future
@@ -127,9 +128,9 @@ class GraderPool:
         finally:
             self._end(number)
 
-    def _answer(self, number: int, call: _Call) -> list[Outcome] | Fault:
+    def _answer(self, number: int, call: _Call) -> Answer | Fault:
         try:
-            frame = pickle.dumps((call.function, call.samples))
+            frame = pickle.dumps((call.function, call.samples, call.state))
         except Exception as error:
             return Fault("raised", f"the call could not be sent to the worker: {error!r:.1000}")
         problem = "see stderr"
@@ -225,7 +226,7 @@ class _Grader:
         if self.pid is None:
             self.pid = self._hear(self._ready_by_s)["ready"]
 
-    def call(self, frame: bytes, timeout_s: float) -> list[Outcome] | Fault:
+    def call(self, frame: bytes, timeout_s: float) -> Answer | Fault:
         """One call's answer. Died; TimeoutError."""
         until_s = time.monotonic() + timeout_s
         self.has_begun = False
@@ -238,10 +239,7 @@ class _Grader:
             pass  # it has ended: so says the guardian
         self._hear(until_s)
         self.has_begun = True
-        answer = self._hear(until_s)
-        if "fault" in answer:
-            return Fault(*answer["fault"])
-        return [Fault(*one) if isinstance(one, list) else one for one in answer["outcomes"]]
+        return as_answer(self._hear(until_s))
 
     def hang_up(self) -> None:
         """Tell the guardian to kill its grader and to exit. From any thread."""

@@ -20,13 +20,13 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from slipstream.tasks import verifiers
 from slipstream.tasks.guardian import receive_frame, send_frame
-from slipstream.tasks.rewards import RewardCall, Sample, resolve_reward
+from slipstream.tasks.rewards import CallLog, RewardCall, Sample, TrainerState, resolve_reward, shortened
 
 Kind = Literal["raised", "timeout", "not_a_number", "died", "no_score"]
 MEMORY_BYTES = 4 * 2**30
@@ -43,6 +43,17 @@ class Fault:
 
 
 Outcome = float | None | Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One call's."""
+
+    outcomes: list[Outcome]
+    """By sample."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    """By column, then by sample."""
 
 
 def serve(channel: socket.socket, functions: Sequence[str], warm: Sequence[tuple[str, str]]) -> None:
@@ -67,14 +78,6 @@ def serve(channel: socket.socket, functions: Sequence[str], warm: Sequence[tuple
             with contextlib.suppress(Exception):  # the reward's code may have closed or replaced it
                 stream.flush()
         _say(channel, answer)
-
-
-def shortened(text: str, most: int = MAX_DETAIL) -> str:
-    """The text's beginning and end, with a sentence about how much was cut between them."""
-    if len(text) <= most:
-        return text
-    head, tail = most // 2, most - most // 2
-    return f"{text[:head]}\n[... {len(text) - most:,} of {len(text):,} characters are cut here ...]\n{text[-tail:]}"
 
 
 def _say(channel: socket.socket, message: dict[str, Any]) -> None:
@@ -105,22 +108,34 @@ def _limit_memory() -> None:
 def _answer(calls: Sequence[RewardCall | Fault], frame: bytes) -> dict[str, Any]:
     """One call: an outcome for each sample, or one fault for all."""
     try:
-        number, samples = pickle.loads(frame)
-        answer = _grade(calls[number], samples)
+        number, samples, state = pickle.loads(frame)
+        log = CallLog(len(samples))
+        answer = _grade(calls[number], samples, state, log)
     except BaseException:
         answer = _raised()
     if isinstance(answer, Fault):
         return {"fault": [answer.kind, answer.detail]}
-    return {"outcomes": [[one.kind, one.detail] if isinstance(one, Fault) else one for one in answer]}
+    outcomes = [[one.kind, one.detail] if isinstance(one, Fault) else one for one in answer]
+    return {"outcomes": outcomes, "metrics": log.metrics, "extras": log.extras}
 
 
-def _grade(call: RewardCall | Fault, samples: Sequence[Sample]) -> list[Outcome] | Fault:
+def as_answer(message: dict[str, Any]) -> Answer | Fault:
+    """What `_answer` made, on the other side."""
+    if "fault" in message:
+        return Fault(*message["fault"])
+    outcomes = [Fault(*one) if isinstance(one, list) else one for one in message["outcomes"]]
+    return Answer(outcomes, message["metrics"], message["extras"])
+
+
+def _grade(
+    call: RewardCall | Fault, samples: Sequence[Sample], state: TrainerState, log: CallLog
+) -> list[Outcome] | Fault:
     if isinstance(call, Fault):
         return [call] * len(samples)
     if call.score_one is not None:
         return [_outcome(_guarded(call.score_one, sample)) for sample in samples]
     assert call.score_group is not None
-    values = _guarded(call.score_group, samples)
+    values = _guarded(call.score_group, samples, state, log)
     if isinstance(values, Fault):
         return values
     values = values.tolist() if hasattr(values, "tolist") else values  # an array or tensor
@@ -131,20 +146,20 @@ def _grade(call: RewardCall | Fault, samples: Sequence[Sample]) -> list[Outcome]
     return [_outcome(value) for value in values]
 
 
-def _guarded(score: Callable[[Any], Any], given: Any) -> Any:
+def _guarded(score: Callable[..., Any], *given: Any) -> Any:
     try:
-        return score(given)
+        return score(*given)
     except MemoryError as error:
         traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
         gc.collect()
         advice = f"a call may take {MEMORY_BYTES / 2**30:g} GiB; load what is large when the reward is imported"
-        return Fault("raised", f"{shortened(traceback.format_exc())}{advice}")
+        return Fault("raised", f"{shortened(traceback.format_exc(), MAX_DETAIL)}{advice}")
     except BaseException:  # also SystemExit of a reward that calls sys.exit
         return _raised()
 
 
 def _raised() -> Fault:
-    return Fault("raised", shortened(traceback.format_exc()))
+    return Fault("raised", shortened(traceback.format_exc(), MAX_DETAIL))
 
 
 def _outcome(value: Any) -> Outcome:

@@ -26,8 +26,8 @@ from typing import Any
 from slipstream.config import Reward
 from slipstream.tasks import verifiers
 from slipstream.tasks.grader_pool import GraderPool
-from slipstream.tasks.grader_process import Fault, Outcome
-from slipstream.tasks.rewards import Sample, check_rewards, portable, reward_names
+from slipstream.tasks.grader_process import Answer, Fault, Outcome
+from slipstream.tasks.rewards import Sample, TrainerState, check_rewards, portable, reward_names
 from slipstream.types import Problem, Rollout, Scored, Unscored
 
 
@@ -53,7 +53,7 @@ def check_faults(results: Sequence[Scored | Unscored], max_share: float) -> None
 class _Call:
     function: int
     positions: list[int]
-    future: Future[list[Outcome] | Fault]
+    future: Future[Answer | Fault]
 
 
 @dataclass(slots=True)
@@ -63,6 +63,9 @@ class _Group:
     samples: list[Sample]
     outcomes: list[list[Outcome]]
     """By function, then by sample."""
+    state: TrainerState
+    answers: list[list[tuple[Answer, int] | None]]
+    """By function, then by sample: the call's answer and the sample's place in it, if it was answered."""
     calls: list[_Call] = field(default_factory=list)
 
 
@@ -73,11 +76,12 @@ class Grader:
     they need is imported before any clock runs. A problem reaches a worker with the samples that it is graded for.
     """
 
-    def __init__(self, reward: Reward, problems: Iterable[Problem] = ()) -> None:
+    def __init__(self, reward: Reward, problems: Iterable[Problem] = (), num_steps: int = 0) -> None:
+        """`num_steps`: of the run, for functions that take TRL's `trainer_state`."""
         preparation = _preparation()
         tasks: set[tuple[str, str]] = set()
         check_rewards(reward, verifiers.noting_tasks(problems, tasks))
-        self._reward = reward
+        self._reward, self._num_steps = reward, num_steps
         self._names = reward_names(reward)
         functions = tuple(portable(spec.function) for spec in reward.functions)
         warm = tuple(sorted(tasks)) if "task" in functions else ()
@@ -106,12 +110,15 @@ class Grader:
         """Groups submitted and not yet returned by poll."""
         return len(self._groups)
 
-    def submit(self, token: Any, items: Sequence[tuple[Problem, Rollout, str]]) -> None:
-        """Schedule one group; `token` comes back with its results."""
+    def submit(self, token: Any, items: Sequence[tuple[Problem, Rollout, str]], num_trained: int = 0) -> None:
+        """Schedule one group; `token` comes back with its results. `num_trained`: steps of training before the one
+        that it is for."""
         assert not self._closed, "submit to a closed grader"
         samples = [Sample(problem, text, rollout.token_ids) for problem, rollout, text in items]
         outcomes: list[list[Outcome]] = [[None] * len(samples) for _ in self._names]
-        group = _Group(token, [rollout for _, rollout, _ in items], samples, outcomes)
+        answers: list[list[tuple[Answer, int] | None]] = [[None] * len(samples) for _ in self._names]
+        state = TrainerState(num_trained, self._num_steps)
+        group = _Group(token, [rollout for _, rollout, _ in items], samples, outcomes, state, answers)
         self._groups.append(group)
         for function in range(len(self._names) if samples else 0):
             self._start_call(group, function, list(range(len(samples))))
@@ -145,15 +152,16 @@ class Grader:
 
     def _start_call(self, group: _Group, function: int, positions: list[int]) -> None:
         samples = [group.samples[position] for position in positions]
-        group.calls.append(_Call(function, positions, self._pool.schedule(function, samples)))
+        group.calls.append(_Call(function, positions, self._pool.schedule(function, samples, group.state)))
 
     def _collect(self, group: _Group) -> None:
         for call in [call for call in group.calls if call.future.done()]:
             group.calls.remove(call)
             answer = call.future.result()
-            if isinstance(answer, list):
-                for position, outcome in zip(call.positions, answer, strict=True):
+            if isinstance(answer, Answer):
+                for place, (position, outcome) in enumerate(zip(call.positions, answer.outcomes, strict=True)):
                     group.outcomes[call.function][position] = outcome
+                    group.answers[call.function][position] = answer, place
             elif answer.kind in ("raised", "died") and len(call.positions) > 1:
                 for position in call.positions:
                     self._start_call(group, call.function, [position])
@@ -171,12 +179,25 @@ class Grader:
                 faults = [(", ".join(outcomes), Fault("no_score", "no reward function applies to this sample"))]
             if faults:
                 name, fault = faults[0]
-                results.append(Unscored(rollout, sample.text, fault.kind, f"{name}: {fault.detail}"))
+                detail = f"{name}: {fault.detail}"
+                results.append(Unscored(rollout, sample.text, fault.kind, detail, *self._logged(group, position)))
                 continue
             weights = {name: spec.weight for name, spec in zip(self._names, self._reward.functions, strict=True)}
             reward = sum(weights[name] * value for name, value in parts.items())
-            results.append(Scored(rollout, sample.text, reward, parts))
+            results.append(Scored(rollout, sample.text, reward, parts, *self._logged(group, position)))
         return results
+
+    def _logged(self, group: _Group, position: int) -> tuple[dict[str, float], dict[str, Any]]:
+        """(metrics, columns) that functions logged for a sample."""
+        metrics: dict[str, float] = {}
+        extras: dict[str, Any] = {}
+        for name, answers in zip(self._names, group.answers, strict=True):
+            if (found := answers[position]) is not None:
+                answer, place = found
+                metrics |= {f"{name}/{metric}": value for metric, value in answer.metrics.items()}
+                for column, values in answer.extras.items():
+                    extras[f"{name}/{column}" if column in extras else column] = values[place]
+        return metrics, extras
 
 
 def _preparation() -> dict[str, Any]:

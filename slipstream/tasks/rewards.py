@@ -1,9 +1,10 @@
 """Reward functions: from the name in the recipe to something that can be called on a group of samples.
 
 Owns name resolution, the two foreign signatures, and the check of functions against problems before a run starts.
-- TRL:  f(prompts, completions, completion_ids, **columns) -> list[float | None], sync or async, naming any of these and
-  any column. Lists have one entry per sample. `prompts` are the last user messages, `completions` the responses, both
-  plain strings, also where the problem is a conversation. None: the function does not apply to that sample.
+- TRL:  f(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns) -> list[float | None],
+  sync or async, naming any of these and any column. Lists have one entry per sample. Where the data has a prompt as
+  messages, `prompts` and `completions` are lists of messages; where it has a string, they are strings (the last user
+  message and the response). None: the function does not apply to that sample.
 - verl: compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | {"score": float}, one sample.
 Nothing here catches what a function raises: `grading.py` calls them, in another process.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -27,7 +29,13 @@ from slipstream.config import Reward
 from slipstream.tasks import verifiers
 from slipstream.types import Problem
 
-TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
+TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+TRL_BY_NAME_ONLY = ("completions_ids",)
+"""As older pages of TRL's documentation write `completion_ids`."""
+MAX_EXTRA_CHARACTERS = 1000
+"""Of a value that is given to `log_extra`; a longer one is cut, which it says."""
+MAX_LOGGED = 64
+"""Names that one call may log, of metrics and of columns each."""
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 WHAT_TO_WRITE = (
     "write `task`, `math_verify`, `exact_match`, a dotted path `package.module.name`, or `file.py:name`, of a function "
@@ -46,11 +54,79 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerState:
+    """TRL's `trainer_state`, with the attributes that exist here."""
+
+    global_step: int
+    """Steps of training before the one that the samples are for; in an evaluation, before that."""
+    max_steps: int
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has global_step and max_steps here, not {name!r}")
+
+
+class CallLog:
+    """What a function logs in one call, by TRL's `log_metric(name, value)` and `log_extra(column, values)`."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+        self._values: dict[str, list[float]] = {}
+        self.extras: dict[str, list[Any]] = {}
+        """By column, one value per sample: numbers, and texts of bounded length."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The mean of what was given for each name. What is not finite is left out."""
+        finite = {name: [value for value in values if math.isfinite(value)] for name, values in self._values.items()}
+        return {name: math.fsum(values) / len(values) for name, values in finite.items() if values}
+
+    def log_metric(self, name: str, value: Any) -> None:
+        _check_name("log_metric", name, self._values)
+        try:
+            self._values.setdefault(name, []).append(float(value))
+        except (TypeError, ValueError):
+            raise ValueError(f"log_metric({name!r}, ...) takes a number, not {value!r:.200}") from None
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        _check_name("log_extra", column, self.extras)
+        given = list(values)
+        if len(given) != self._num_samples:
+            raise ValueError(
+                f"log_extra({column!r}, ...) takes a list with one value per completion, {self._num_samples}, "
+                f"not {len(given)}"
+            )
+        self.extras[column] = [_plain_extra(value) for value in given]
+
+
+def _check_name(function: str, name: Any, known: Mapping[str, Any]) -> None:
+    if not isinstance(name, str) or not name or len(name) > 100:
+        raise ValueError(f"{function} takes a name of at most 100 characters first, not {name!r:.200}")
+    if name not in known and len(known) >= MAX_LOGGED:
+        raise ValueError(f"{function} takes at most {MAX_LOGGED} different names in a call")
+
+
+def _plain_extra(value: Any) -> Any:
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, int) and abs(value) < 2**53:
+        return value
+    return shortened(str(value), MAX_EXTRA_CHARACTERS)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text's beginning and end, with a sentence about how much was cut between them."""
+    if len(text) <= most:
+        return text
+    head, tail = most // 2, most - most // 2
+    return f"{text[:head]}\n[... {len(text) - most:,} of {len(text):,} characters are cut here ...]\n{text[-tail:]}"
+
+
+@dataclass(frozen=True, slots=True)
 class RewardCall:
     """A resolved reward function. Exactly one of `score_one` and `score_group` is there."""
 
     score_one: Callable[[Sample], Any] | None
-    score_group: Callable[[Sequence[Sample]], Any] | None
+    score_group: Callable[[Sequence[Sample], TrainerState, CallLog], Any] | None
     check: Callable[[Problem], str | None]
     """What a problem lacks for this function, in words, or None."""
 
@@ -202,21 +278,25 @@ def _adapt(function: str, found: Callable[..., Any]) -> RewardCall:
             )
         accepted = VERL_ARGUMENTS if takes_all else tuple(name for name in VERL_ARGUMENTS if name in named)
         return _verl(found, accepted, needs_truth="ground_truth" in required)
-    if any(name in named for name in TRL_ARGUMENTS) or (takes_all and not required):
-        columns = [name for name in required if name not in TRL_ARGUMENTS]
-        return _trl(found, None if takes_all else frozenset(named), columns)
+    given = (*TRL_ARGUMENTS, *TRL_BY_NAME_ONLY)
+    if any(name in named for name in given) or (takes_all and not required):
+        columns = [name for name in required if name not in given]
+        return _trl(found, frozenset(named), takes_all, columns)
     raise ValueError(f"reward {function!r} has a signature we do not know, ({', '.join(named)}); {WHAT_TO_WRITE}")
 
 
-def _trl(found: Callable[..., Any], accepted: frozenset[str] | None, needed: Sequence[str]) -> RewardCall:
-    def score_group(samples: Sequence[Sample]) -> Any:
+def _trl(found: Callable[..., Any], named: frozenset[str], takes_all: bool, needed: Sequence[str]) -> RewardCall:
+    def score_group(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> Any:
         keys = dict.fromkeys(key for sample in samples for key in sample.problem.columns)
         arguments: dict[str, Any] = {key: [sample.problem.columns.get(key) for sample in samples] for key in keys}
-        arguments["prompts"] = [_last_user_message(sample.problem) for sample in samples]
-        arguments["completions"] = [sample.text for sample in samples]
+        arguments["prompts"] = [_trl_prompt(sample.problem) for sample in samples]
+        arguments["completions"] = [_trl_completion(sample) for sample in samples]
         arguments["completion_ids"] = [list(sample.token_ids) for sample in samples]
-        if accepted is not None:
-            arguments = {key: value for key, value in arguments.items() if key in accepted}
+        arguments |= {"trainer_state": state, "log_metric": log.log_metric, "log_extra": log.log_extra}
+        if not takes_all:
+            arguments = {key: value for key, value in arguments.items() if key in named}
+        if "completions_ids" in named:
+            arguments["completions_ids"] = [list(sample.token_ids) for sample in samples]
         return _awaited(found(**arguments))
 
     def check(problem: Problem) -> str | None:
@@ -261,12 +341,26 @@ def _ground_truth(columns: Mapping[str, Any]) -> Any:
     return columns.get("answer") if truth is None else truth
 
 
-def _last_user_message(problem: Problem) -> str:
+def _trl_prompt(problem: Problem) -> str | list[dict[str, str]]:
+    if problem.is_conversational:
+        return [dict(message) for message in problem.messages]
     return next(message["content"] for message in reversed(problem.messages) if message["role"] == "user")
+
+
+def _trl_completion(sample: Sample) -> str | list[dict[str, str]]:
+    if sample.problem.is_conversational:
+        return [{"role": "assistant", "content": sample.text}]
+    return sample.text
+
+
+@functools.cache
+def _event_loop() -> asyncio.Runner:
+    """One for the life of a process: sessions and locks that a function keeps between calls belong to it."""
+    return asyncio.Runner()
 
 
 def _awaited(value: Any) -> Any:
     async def wait(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
 
-    return asyncio.run(wait(value)) if inspect.isawaitable(value) else value
+    return _event_loop().run(wait(value)) if inspect.isawaitable(value) else value

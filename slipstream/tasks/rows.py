@@ -2,8 +2,8 @@
 
 Owns the meaning of columns: `prompt` (string or messages), `solution`, the answer column, and what verl
 (`reward_model.ground_truth`) and SkyRL (`reward_spec.ground_truth`) write. Invariants: every column but the prompt
-reaches the reward functions unchanged; `answer` and `ground_truth` are added where they can be known; the recipe's
-`template` and `system` are applied here and nowhere else.
+reaches the reward functions unchanged; `answer` and `ground_truth` are added where they can be known; whether a prompt
+was a string or messages is kept; the recipe's `template` and `system` are applied here and nowhere else.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def _problem(row: Mapping[str, Any], index: int, task_set: TaskSet, name: str, w
         messages=render(prompt, task_set, here),
         columns=columns,
         solution=solution if isinstance(solution, str) else None,
+        is_conversational=not isinstance(row[column], str),
     )
 
 

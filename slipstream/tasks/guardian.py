@@ -379,4 +379,5 @@ def main(control: int, work: int, run_pid: int, name: str, call_bytes: int, life
 if __name__ == "__main__":
     del sys.path[0]  # this folder: its modules must not hide others of the same name
     numbers = [int(word) for word in sys.argv[1:4]]
-    sys.exit(main(numbers[0], numbers[1], numbers[2], sys.argv[4], int(sys.argv[5]), int(sys.argv[6])))
+    num_left = main(numbers[0], numbers[1], numbers[2], sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))
+    sys.exit(1 if num_left else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -153,7 +154,8 @@ def test_a_flood_of_output_is_cut_and_it_is_said(capfd: pytest.CaptureFixture[st
             assert summary(grade(grader, "200000")) == [1.0]
     out, err = capfd.readouterr()
     assert out == "" and "pppp" in err
-    assert "49,995,905 bytes that it printed in one call are not shown" in err
+    # The first prints of a call may be counted with the one before.
+    assert re.search(r"49,99\d,\d{3} bytes that it printed in one call are not shown", err)
     assert "what it prints from here on is not shown" in err
     assert len(err) < 70_000
 

@@ -202,7 +202,9 @@ def _has_subreaper() -> bool:
 
 
 class _Output:
-    """What the grader prints, on its way to our stderr: so much of each call, so much in all."""
+    """What the grader prints, on its way to our stderr: a bounded part of each call, and of all calls.
+
+    The boundary between two calls is where the guardian hears of the second: a few prints may count with the first."""
 
     def __init__(self, name: str, call_bytes: int, life_bytes: int) -> None:
         self._name, self._call_bytes, self._life_bytes = name, call_bytes, life_bytes

@@ -16,7 +16,7 @@ from slipstream.cli import main
 from slipstream.config import load_config
 from slipstream.tasks.columns import TEMPLATE_TOKENS, estimate_tokens, look_at
 from slipstream.tasks.new_recipe import write_recipe
-from slipstream.tasks.rewards import Sample, resolve_reward
+from slipstream.tasks.rewards import CallLog, Sample, TrainerState, resolve_reward
 from slipstream.tasks.sources import load_problems
 
 QUICK = ["train.steps=1", "train.prompts_per_step=2", "train.samples_per_prompt=2", "sampling.max_new_tokens=4",
@@ -112,7 +112,8 @@ def test_where_no_reward_fits_an_example_is_written_that_runs(
     problem = load_problems(load_config("data.yaml").tasks.train[0], "train/0")[0]
     score = resolve_reward(spec.function).score_group
     assert spec.function == "data_reward.py:score" and score is not None
-    assert score([Sample(problem, "word " * count, ()) for count in (0, 25, 50)]) == [0.0, 0.5, 1.0]
+    samples = [Sample(problem, "word " * count, ()) for count in (0, 25, 50)]
+    assert score(samples, TrainerState(0, 1), CallLog(3)) == [0.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize("kind", ["verl", "no answers"])
@@ -137,7 +138,8 @@ def test_the_commented_example_can_be_used_as_it_stands(here: Path) -> None:
     assert [spec.function for spec in config.reward.functions] == ["math_verify", "rewards.py:brief"]
     problem = load_problems(config.tasks.train[0], "train/0")[0]
     score = resolve_reward("rewards.py:brief").score_group
-    assert score is not None and score([Sample(problem, "x", ()), Sample(problem, "x" * 600, ())]) == [1.0, 0.0]
+    samples = [Sample(problem, "x", ()), Sample(problem, "x" * 600, ())]
+    assert score is not None and score(samples, TrainerState(0, 1), CallLog(2)) == [1.0, 0.0]
 
 
 def test_a_prompt_that_says_the_format_gets_no_template(here: Path) -> None:

@@ -118,7 +118,8 @@ def _rollouts(scored: Sequence[Scored], unscored: Sequence[Unscored]) -> list[Ro
 def _logged(prefix: str, scored: Sequence[Scored], unscored: Sequence[Unscored]) -> dict[str, float]:
     """What reward functions logged, as the mean over the samples of the calls that logged it."""
     values: dict[str, list[float]] = defaultdict(list)
-    for item in (*scored, *unscored):
+    results: list[Scored | Unscored] = [*scored, *unscored]
+    for item in results:
         for name, value in item.logged.items():
             values[name].append(value)
     return {f"{prefix}/{name}": _mean(found) for name, found in sorted(values.items())}

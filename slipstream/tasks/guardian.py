@@ -204,13 +204,14 @@ def _has_subreaper() -> bool:
 class _Output:
     """What the grader prints, on its way to our stderr: a bounded part of each call, and of all calls.
 
-    The boundary between two calls is where the guardian hears of the second: a few prints may count with the first."""
+    Every byte is either shown or counted in a sentence. The boundary between two calls is where the guardian hears of
+    the second: on a busy machine calls may share an allowance."""
 
     def __init__(self, name: str, call_bytes: int, life_bytes: int) -> None:
         self._name, self._call_bytes, self._life_bytes = name, call_bytes, life_bytes
         self._left_of_call = call_bytes
-        self._cut_of_call = 0
-        self._cut = 0
+        self._num_untold = 0
+        """Bytes that are not shown, and in no sentence yet."""
         self._unsent = bytearray()
         self.num_shown = 0
 
@@ -224,21 +225,22 @@ class _Output:
         self._unsent += chunk[:num_bytes]
         self.num_shown += num_bytes
         self._left_of_call -= num_bytes
-        num_cut = len(chunk) - num_bytes
-        self._cut_of_call += num_cut
-        if num_cut and left and num_bytes == left:
+        self._num_untold += len(chunk) - num_bytes
+        if left and num_bytes == left:
             self._say(f"has printed {self._life_bytes:,} bytes; what it prints from here on is not shown")
-        self._cut += num_cut
 
     def end_call(self) -> None:
-        if self._cut_of_call and self.num_shown < self._life_bytes:
-            self._say(f"{self._cut_of_call:,} bytes that it printed in one call are not shown")
-        self._left_of_call, self._cut_of_call = self._call_bytes, 0
+        if self.num_shown < self._life_bytes:
+            self._tell()
+        self._left_of_call = self._call_bytes
 
     def end(self) -> None:
-        self.end_call()
-        if self.num_shown >= self._life_bytes and self._cut:
-            self._say(f"{self._cut:,} bytes that it printed are not shown")
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._num_untold:
+            self._say(f"{self._num_untold:,} bytes that it printed are not shown")
+        self._num_untold = 0
 
     def send(self) -> None:
         """Some of what waits; stderr is writable."""

@@ -130,7 +130,7 @@ def test_no_plan_that_reaches_the_target_is_cheaper(offers: list[str]) -> None:
 @pytest.mark.parametrize("target", [2.0, 8.0, 12.0])
 @pytest.mark.parametrize("cheapest", ["step", "hour"])
 def test_of_many_gpus_a_few_plans_are_simulated_and_a_cheap_one_found(
-    target: float, cheapest: planning.Cheapest, monkeypatch: pytest.MonkeyPatch
+    target: float, cheapest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against every plan, with step times of a formula, since a simulation of each would take hours."""
     tried: set[tuple[Offer, Offer]] = set()

@@ -42,7 +42,8 @@ def describe_left_out(config: Config, num_kept: int, num_prompts: int) -> str | 
 def _what_to_write(config: Config) -> str:
     """Seeds of evaluation sets that were tried and share fewer problems with the training sets."""
     seen = {_text(problem) for one in config.tasks.train for problem in load_problems(one, "train")}
-    better, is_gym, was_tried = [], False, False
+    better: list[str] = []
+    is_gym = was_tried = False
     for name, evaluated in config.tasks.eval.items():
         if not _is_generated(evaluated):
             continue

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
-from typing import Literal, get_args
 
 from slipstream.simulate.costs import BYTES, GPUS, Gpu, check_billions, check_count, costs_of, gpus_a_worker
 from slipstream.simulate.study import best_result
@@ -42,7 +41,7 @@ FINE, ROUGH, NEAR = 16, 4, 1.4
 """Up to FINE workers and trainers every number is tried. With more, numbers a quarter apart (ROUGH) are, and then those
 a sixteenth apart within NEAR times of the best."""
 
-Cheapest = Literal["step", "hour"]
+CHEAPEST = ("step", "hour")
 """Which plan of those that reach the target is the cheapest: by what a step costs, or by what an hour's rent does."""
 
 
@@ -79,14 +78,15 @@ class Need:
     training: str = "grpo"
     target: float | None = None
     """Rollouts a second."""
-    cheapest: Cheapest = "step"
+    cheapest: str = "step"
+    """One of CHEAPEST."""
 
     def __post_init__(self) -> None:
         check_billions(self.billions)
         if self.target is not None and not 0 < self.target < math.inf:
             raise ValueError(f"--target {self.target:g}: rollouts a second are above 0, e.g. --target 10")
-        if self.cheapest not in get_args(Cheapest):
-            raise ValueError(f"--cheapest {self.cheapest}: write one of {', '.join(get_args(Cheapest))}")
+        if self.cheapest not in CHEAPEST:
+            raise ValueError(f"--cheapest {self.cheapest}: write one of {', '.join(CHEAPEST)}")
 
 
 @dataclass(frozen=True, slots=True)

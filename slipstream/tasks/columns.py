@@ -7,7 +7,7 @@ high side for the tokenizers of common models, since no tokenizer is loaded here
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -96,7 +96,7 @@ def estimate_tokens(text: str, *, by_character: bool = False) -> int:
     return round(1.25 * len(_PIECE.findall(text))) + beyond_ascii
 
 
-def _prompt_column(rows: Sequence[Mapping[str, Any]], names: Iterable[str], named: str | None, path: Path) -> str:
+def _prompt_column(rows: Sequence[Mapping[str, Any]], names: Collection[str], named: str | None, path: Path) -> str:
     if named is not None:
         if named not in names:
             raise ValueError(f"{path} has no column {named!r}; it has {', '.join(names)}")
@@ -135,7 +135,7 @@ def _text(prompt: Any) -> str:
 
 
 def _answers(
-    rows: Sequence[Mapping[str, Any]], names: Iterable[str], named: str | None, path: Path
+    rows: Sequence[Mapping[str, Any]], names: Collection[str], named: str | None, path: Path
 ) -> tuple[str | None, str, list[Any]]:
     """The column with reference answers, where that is in words, and the answers."""
     if named is not None:

@@ -6,7 +6,6 @@ back as a recipe, and its problems checked against its reward, as the start of a
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,8 @@ SAMPLES, MOST_PROMPTS = 8, 16
 """Of a step."""
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 128
 ROUND_TO = 64
+LINE = 1_000_000
+"""Characters: values stay on one line."""
 NEW_TOKENS, MOST_NEW_TOKENS = 512, 2048
 TEMPLATES = {
     "math_verify": "{prompt}\nPut the final answer in \\boxed{}.",
@@ -189,7 +190,7 @@ def _flow(mapping: dict[str, str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).strip()
+    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=LINE).strip()
 
 
 def _comment(text: str) -> str:

@@ -28,9 +28,9 @@ from slipstream.engine.strategy import OFF, Always, DraftCounts, Feeding, StepRe
 from slipstream.history.format import HistoryStoreError
 from slipstream.history.store import HistoryStore
 from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.observe import advice
 from slipstream.observe.console import Console
 from slipstream.observe.store import RunStore
-from slipstream.runtime import advice
 from slipstream.runtime import tail as tail_module
 from slipstream.runtime.coats import drafter_worker
 from slipstream.runtime.drafter_messages import TakeDrafter
@@ -187,8 +187,8 @@ def test_the_selector_of_a_run_changes_no_number_and_its_choices_are_told(
     choices = [Choice(8, Strategy(2.0), reason)]
     take = Selector.take_choices  # its own depend on the clock
     monkeypatch.setattr(Selector, "take_choices", lambda self: take(self) + ([choices.pop()] if choices else []))
-    for name, value in {"LESSONS": 2, "DEAR": 0.0, "LITTLE": 1.0}.items():
-        monkeypatch.setattr(advice, name, value)
+    soon = advice.Conditions(drafter_steps=2, drafter_share=0.0, drafter_tokens=1.0)
+    monkeypatch.setattr(advice, "CONDITIONS", soon)
     notes: list[str] = []
     monkeypatch.setattr(Console, "note", lambda _, text: notes.append(text))
     folder = tmp_path / "on"

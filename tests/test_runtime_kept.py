@@ -88,9 +88,11 @@ def test_a_run_that_is_cut_off_goes_on_and_samples_no_token_twice() -> None:
 def test_what_is_packed_comes_out_as_it_was() -> None:
     running = replace(graded("3/1/0", 2, 2), finish_reason=None, origins=(), log_kept=(), grade=None)
     rollouts = [graded("2/0/0", 1, 1), running, replace(graded("2/0/1", 0, 1), grade=None, seed=2**64 - 1)]
+    grade = Grade("ab", 0.75, {"mine": 0.75}, logged={"mine/accuracy": 0.5}, extras={"extracted": "4"})
+    rollouts.append(replace(graded("2/0/2", 1, 1), grade=grade))
     assert unpack(pack({}, rollouts)) == ({}, rollouts)
-    assert [one.origins for one in unpack(pack({}, rollouts))[1]] == [(0, 2, 0), (), (0, 2, 0)]
-    assert [len(one.log_kept) for one in unpack(pack({}, rollouts))[1]] == [3, 0, 3]
+    assert [one.origins for one in unpack(pack({}, rollouts))[1]] == [(0, 2, 0), (), (0, 2, 0), (0, 2, 0)]
+    assert [len(one.log_kept) for one in unpack(pack({}, rollouts))[1]] == [3, 0, 3, 3]
 
 
 @pytest.mark.parametrize(

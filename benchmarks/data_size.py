@@ -83,7 +83,7 @@ def start(folder: Path, data: Path) -> dict[str, Any]:
     with RunStore(folder / "run", read_only=True) as store:
         first_s = min(event.at_s for name in ("Generate", "Evaluate") for event in store.events(name))
     assert line_s is not None, "the run has not said that it begins"
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"load": round(os.getloadavg()[0], 1)}
     for name, at_s in (("first_line", line_s), ("first_rollout", first_s)):
         _, peak_mb, cpu_s = next(one for one in reversed(seen) if one[0] <= at_s)
         result |= {f"{name}_s": round(at_s - began_s, 1), f"{name}_cpu_s": round(cpu_s, 1)}

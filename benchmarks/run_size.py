@@ -13,6 +13,8 @@ import argparse
 import json
 import math
 import os
+import re
+import resource
 import subprocess
 import sys
 import time
@@ -119,32 +121,38 @@ def scored(uid: str, group: str) -> Scored:
 
 
 def measure(command: list[str], folder: Path) -> dict[str, float]:
-    """Of a process of its own: its seconds and the most memory it had."""
-    began = time.perf_counter()
+    """Of a process of its own: its seconds and the most memory it had. Not ru_maxrss, which counts what the process had
+    that started it."""
+    began, peak_mb = time.perf_counter(), 0.0
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with subprocess.Popen([*command, str(folder)], stdout=subprocess.DEVNULL) as process:
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        while process.poll() is None:
+            found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+            peak_mb = max(peak_mb, int(found[1]) / 1e3) if found else peak_mb
+            time.sleep(0.01)
     assert process.returncode == 0, f"{command} ended with {process.returncode}"
-    seconds = time.perf_counter() - began
-    return {"seconds": round(seconds, 2), "cpu_s": round(usage.ru_utime + usage.ru_stime, 2)} | {
-        "peak_mb": round(usage.ru_maxrss / 1e3, 1)
-    }
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": round(seconds, 2), "cpu_s": round(cpu_s, 2), "peak_mb": round(peak_mb, 1)}
 
 
 def look_at(folder: Path, num_steps: int, repeats: int) -> dict[str, Any]:
+    num_evaluations = num_steps // EVAL_EVERY + 1
     with RunStore(folder, read_only=True) as store:
-        found = {
-            "steps": num_steps,
-            "rollouts": sum(map(len, store.lengths_by_step().values())) + (num_steps // EVAL_EVERY + 1) * 256,
-            "events": store.num_events(),
-            "run_db_mb": round((folder / "run.db").stat().st_size / 1e6),
-        }
+        num_events = store.num_events()
+    found: dict[str, Any] = {
+        "steps": num_steps,
+        "rollouts": num_steps * PROMPTS * SAMPLES + num_evaluations * EVAL_PROMPTS * EVAL_SAMPLES,
+        "events": num_events,
+        "run_db_mb": round((folder / "run.db").stat().st_size / 1e6),
+    }
     found["report"] = [measure(REPORT, folder) for _ in range(repeats)]
     found["refresh"] = [measure(REFRESH, folder) for _ in range(repeats)]
     trace = json.loads((folder / "trace.json").read_text())
     found["page_mb"] = round((folder / "report.html").stat().st_size / 1e6, 2)
     found["trace_mb"] = round((folder / "trace.json").stat().st_size / 1e6, 2)
     found["trace_events"] = len(trace["traceEvents"])
+    found["load"] = round(os.getloadavg()[0], 1)
     return found
 
 

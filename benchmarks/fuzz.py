@@ -154,8 +154,8 @@ def _become_command(words: list[str], folder: Path) -> None:
 
 
 class Fuzz:
-    def __init__(self, folder: Path, seed: int) -> None:
-        self._folder, self._seed, self._edges = folder, seed, edges()
+    def __init__(self, folder: Path, seed: int, first: int) -> None:
+        self._folder, self._seed, self._edges = folder, seed, edges()[first:]
         self._finished = folder / "finished"
         tree = base_tree(self._finished / "run")
         tree["train"]["steps"] = 2
@@ -374,7 +374,7 @@ def run_all(arguments: argparse.Namespace, folder: Path) -> list[Case]:
     import slipstream.runtime.local
     import slipstream.runtime.standalone  # noqa: F401  (before the forks, for all of them)
 
-    fuzz, kinds, cases = Fuzz(folder, arguments.seed), arguments.kinds.split(","), list[Case]()
+    fuzz, kinds, cases = Fuzz(folder, arguments.seed, arguments.first), arguments.kinds.split(","), list[Case]()
     if arguments.only is not None:
         return [fuzz.ask(kinds[0], arguments.only)]
     until_s, number = time.monotonic() + arguments.seconds, arguments.first

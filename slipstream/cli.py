@@ -456,7 +456,10 @@ def _check_model_folder(name: str) -> None:
 
 
 def _keep_results(file: Path | None, option: str, overwrite: bool) -> None:
-    """ValueError if the file holds something already. For before the work."""
+    """ValueError if the file cannot be written, or holds something already. For before the work."""
+    from slipstream.files import check_output_file
+
+    check_output_file(file, option)
     if file is not None and file.is_file() and file.stat().st_size and not overwrite:
         raise ValueError(f"{option} {file} is there already: add --overwrite to replace it, or name another file")
 

@@ -171,14 +171,14 @@ def test_a_corrupt_checkpoint_is_named_with_the_intact_one(tmp_path: Path, capsy
 def small_disk(tmp_path: Path) -> Any:
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("needs root to mount a small tmpfs")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_is_a_sentence(small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_fills_up_is_a_sentence(small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path, settings(small_disk)) == 1
     error = capsys.readouterr().err
     assert "free" in error and str(small_disk) in error and "Traceback" not in error

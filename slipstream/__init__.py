@@ -22,6 +22,9 @@ __version__ = "0.1.0"
 
 def train(config: Config, *, resume: bool | Path = False) -> Outcome:
     """Run a recipe to its end in this process; what `slipstream train` does."""
+    from slipstream.runtime.openmp import bound_spinning
+
+    bound_spinning()
     from slipstream.runtime.local import run_training  # torch loads here, not at import
 
     return run_training(config, resume=resume)

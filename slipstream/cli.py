@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -88,7 +89,8 @@ def train(
             f"evaluate it again: slipstream eval {outcome.run_dir}",
         ]
     else:
-        lines = [f"{outcome.reason} after step {outcome.step}; go on with: slipstream train {recipe} --resume"]
+        again = shlex.join(["slipstream", "train", str(recipe), *context.args, "--resume"])
+        lines = [f"{outcome.reason} after step {outcome.step}; go on with: {again}"]
     lines += [f"warning: {text}" for text in outcome.advice]
     if not quiet:
         typer.echo("\n".join(lines))
@@ -493,6 +495,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str] | None) -> NoReturn:
+    from slipstream.runtime.openmp import bound_spinning
+
+    bound_spinning()
     try:
         code = app(args=arguments, standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):

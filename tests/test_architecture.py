@@ -138,7 +138,7 @@ PURE = {
         f"slipstream.runtime.{name}"
         for name in (
             *("capacity", "control", "driver", "drafter_messages", "drafter_session"),
-            *("crew", "kept", "placement", "pool", "processes", "rollout_messages", "sizing", "stopping"),
+            *("crew", "kept", "openmp", "placement", "pool", "processes", "rollout_messages", "sizing", "stopping"),
             "trainer_messages",
         )
     ],

@@ -178,7 +178,9 @@ def small_disk(tmp_path: Path) -> Any:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_fills_up_is_a_sentence(small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_fills_up_is_a_sentence(
+    small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(tmp_path, settings(small_disk)) == 1
     error = capsys.readouterr().err
     assert "free" in error and str(small_disk) in error and "Traceback" not in error

@@ -167,7 +167,8 @@ def kill_at_some_moment(recipe: Path, run_dir: Path, moments: random.Random) -> 
         time.sleep(0.05)
     time.sleep(moments.uniform(0.0, 0.4))
     process.kill()
-    process.communicate()
+    output, _ = process.communicate()
+    assert "leaked" not in output
     return process.returncode == -signal.SIGKILL
 
 

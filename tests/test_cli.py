@@ -181,7 +181,8 @@ def small_disk(tmp_path: Path) -> Any:
 def test_a_disk_that_fills_up_is_a_sentence(
     small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(tmp_path, settings(small_disk)) == 1
+    several = {"steps": 3, "prompts_per_step": 2, "samples_per_prompt": 2}
+    assert train(tmp_path, settings(small_disk, train=several)) == 1
     error = capsys.readouterr().err
     assert "free" in error and str(small_disk) in error and "Traceback" not in error
 

@@ -99,7 +99,7 @@ def test_kernels_learn_what_the_plain_rules_do(seed: int, device: torch.device) 
         right = [int(index < count - 1) for index in range(MAX_DRAFTS + 1)]
         for _, state in pairs:
             state["known"][slot] += count
-            state.report[slot] = torch.tensor([count, min(tried, MAX_DRAFTS), *tokens, *tokens, *right])
+            state.report[slot] = torch.tensor([count, min(tried, MAX_DRAFTS), *tokens, *tokens, *right, *tokens])
     (kernel, one), (plain, other) = pairs
     kernel.learn_texts(one)
     plain.learn_plainly(other)

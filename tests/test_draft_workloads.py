@@ -67,7 +67,7 @@ def test_a_trace_in_lines_of_json(tmp_path: Path) -> None:
         path.write_bytes(gzip.compress(empty))
         with pytest.raises(ValueError, match="no rollout with a token"):
             read_trace(path)
-    with pytest.raises(ValueError, match="no such run folder or file"):
+    with pytest.raises(ValueError, match="is not there: give the folder of a run"):
         read_trace(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"run\.db"):
         read_trace(tmp_path)

@@ -26,7 +26,7 @@ from slipstream.types import TrainSample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-VOCABULARY, MAX_NEW_TOKENS, NUM_PROCESSES = 25, 12, 3
+VOCABULARY, MAX_NEW_TOKENS, NUM_PROCESSES = 103, 12, 3
 ROUNDING = 5e-6
 """Relative distance of two gradients that differ by the order of their sums; measured: up to 9e-7 in a second step,
 whose weights differ already. Weights move by little, so they are nearer by far: measured up to 2e-8."""

@@ -230,7 +230,7 @@ class HistoryDrafter:
         """The plain twin of `learn_texts`."""
         width = self.max_drafts + 1
         count_S, tried_S = state.report[:, 0], state.report[:, 1]
-        tokens_SJ, origins_SJ = state.report[:, 2 : 2 + width], state.report[:, 2 + 2 * width :]
+        tokens_SJ, origins_SJ = state.report[:, 2 : 2 + width], state.report[:, 2 + 2 * width : 2 + 3 * width]
         index_J = torch.arange(width, device=count_S.device)
         new_SJ = (index_J < count_S.unsqueeze(1)) & (self.end_S > self.start_S).unsqueeze(1)
         first_S = self.base_S + state["known"] - count_S

@@ -53,7 +53,7 @@ def learn(
     """`HistoryDrafter.learn_plainly`."""
     _learn[(len(window_S),)](
         state.report, state["live"], state["known"], base_S, start_S, end_S, library_B, window_S, hits_S, tries_S,
-        max_drafts, min(START_WIDTH, max_drafts), WIDTH=max_drafts + 1,
+        state.report.shape[1], max_drafts, min(START_WIDTH, max_drafts), WIDTH=max_drafts + 1,
         BLOCK=triton.next_power_of_2(max_drafts + 1), num_warps=1,
         enable_fp_fusion=False,  # to the bit what the plain rules give
         **overlap(window_S.device),
@@ -117,11 +117,11 @@ def _share(
 @triton.jit
 def _learn(
     report_ptr, live_ptr, known_ptr, base_ptr, start_ptr, end_ptr, library_ptr, window_ptr, hits_ptr, tries_ptr,
-    max_drafts, start_width, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    line_size, max_drafts, start_width, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     await_inputs(OVERLAPS)
     slot = tl.program_id(0)
-    line = report_ptr + slot * (2 + 3 * WIDTH)
+    line = report_ptr + slot * line_size
     count, tried = tl.load(line), tl.load(line + 1)
     if count > 0:
         index = tl.arange(0, BLOCK)

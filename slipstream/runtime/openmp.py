@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-SPIN_COUNT = 1_000
+SPIN_COUNT = 3_000
 """Turns of the spinning loop: longer than the gap between two operations of a forward pass, and far shorter than a time
 slice of the scheduler."""
 SETTINGS_OF_USERS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")

@@ -218,6 +218,13 @@ def _is_trained_elsewhere(config: Config, checkpoint: Checkpoint) -> bool:
     return config.mode != "colocated" and checkpoint.step > 0 and not learns(config)
 
 
+def _free_memory() -> None:
+    """Returns what is not used any more to the system, and a GPU's to the device."""
+    give_back()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def _warm_start_of(run_state: dict[str, Any]) -> Progress:
     """Reads a checkpoint's progress. Before 0.2 it was the number of steps alone."""
     return Progress(*run_state["warm_start"]) if "warm_start" in run_state else Progress(run_state["warmup_done"])
@@ -346,6 +353,9 @@ class _Run:
             self.console.note("stopping: saving how far the warm start came")
             self.save(0, {"position": 0, "concluded": False, "row": self.row})
             return False
+        if sampler is not None:
+            sampler = None  # the run's own engine needs the memory of this one
+            _free_memory()
         self.has_warmed_up = True
         seconds = time.perf_counter() - started
         self.row |= metrics | {"timing_s/warmup": seconds}
@@ -433,9 +443,7 @@ class _Run:
         self.drafter_saver.wait()
         self.trainer.let_go()
         self.model.to(torch.device("meta"))  # type: ignore[arg-type]
-        give_back()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _free_memory()
 
     def publish_drafter(self) -> int | None:
         """The drafter that rollout workers begin with, which this process lets go of: the updates that it took."""

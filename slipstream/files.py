@@ -2,7 +2,7 @@
 
 Contract of the readers: what the user can fix is a ValueError of one sentence, with the file, the place in it, and
 `instead`, what to give. What they return holds no lone surrogates, which no UTF-8 text can hold, and is at most
-MAX_DEPTH levels deep, so that whoever walks it, copies it or sends it to another process needs no guard of its own.
+MAX_DEPTH levels deep, so that code that walks it, copies it or sends it to another process needs no guard of its own.
 """
 
 from __future__ import annotations

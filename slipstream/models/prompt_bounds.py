@@ -1,6 +1,6 @@
 """What is known of a prompt's tokens without tokenizing it, which a data set of a million rows has no time for.
 
-Two statements, each on the safe side: a prompt has at most so many tokens (`PromptBound`), and two prompts may have the
+Two statements, each on the safe side: an upper bound of its tokens (`PromptBound`), and two prompts may have the
 same tokens (`PromptTwins`). Where they say "maybe", the caller tokenizes.
 """
 

@@ -3,7 +3,7 @@
 Owns what is shown and in which order, and which rollouts are shown as samples. Reads `run.db` read-only (a run may
 still be writing) and `config.yaml`; writes the page atomically. What a run has not measured is left out with a
 sentence; a run with no step yet still gives a page. What is read one by one, and the page, stop growing with the run:
-curves have so many points, samples come from so many rollouts; what is summed over all steps SQLite sums.
+the number of points of a curve and of rollouts that samples come from is bounded; SQLite sums over all steps.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _learning(metrics: Metrics) -> str:
 
 
 def _some_lengths(store: RunStore) -> dict[int, list[int]]:
-    """Of so many steps that the lengths to read are bounded, whatever the run is."""
+    """Response lengths by step, of a number of steps that bounds how many lengths are read."""
     newest = store.newest_steps(1)
     if not newest:
         return {}

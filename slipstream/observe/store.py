@@ -321,7 +321,7 @@ class RunStore:
         return self._read("SELECT max(step) FROM metrics")[0][0] or 0
 
     def buckets(self, most_points: int = MOST_POINTS) -> Buckets:
-        """How the recorded steps are put together to be shown in at most so many points, and one for step 0."""
+        """Groups recorded steps into at most `most_points` points, and one for step 0."""
         width = width_for(self.newest_step(), most_points)
         query = f"SELECT {_BUCKET} AS bucket, max(step), count(DISTINCT step) FROM metrics GROUP BY bucket"
         rows = self._read(query, {"width": width})
@@ -420,8 +420,7 @@ class RunStore:
         return tuple(np.frombuffer(rows[0][0], dtype="<f4").tolist()) if rows else ()
 
     def some_steps(self, most: int, kind: RolloutKind = "train") -> list[int]:
-        """At most so many of the steps that have rollouts, evenly spread, the first and the last among them; each is
-        looked up in an index."""
+        """At most `most` steps that have rollouts, evenly spread, the first and the last among them. Uses an index."""
         ends = [self._read(f"SELECT {end}(step) FROM rollouts WHERE kind = ?", (kind,))[0][0] for end in ("min", "max")]
         if ends[0] is None:
             return []
@@ -469,7 +468,7 @@ class RunStore:
         return [self._decoded(_stored_event, row) for row in rows]
 
     def newest_events(self, most: int, names: Sequence[str] | None = None) -> list[StoredEvent]:
-        """The last so many events, or so many of each of these names, in the order they were added."""
+        """The newest `most` events, or that many of each name, in the order they were added."""
         query = "SELECT step, at_s, name, payload, id FROM events "
         end = "ORDER BY id DESC LIMIT ?"
         if names is None:

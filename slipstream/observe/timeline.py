@@ -57,7 +57,7 @@ def _span(
 
 
 def stays(events: Sequence[StoredEvent], end_s: float | None = None) -> dict[str, list[tuple[float, float]]]:
-    """{worker: [(from, to)]}; whoever never left is there to the end, by default that of the events."""
+    """{worker: [(from, to)]}; a worker that never left stays until `end_s`, by default that of the events."""
     found: dict[str, list[tuple[float, float]]] = {}
     since: dict[str, float] = {}
     for event in events:

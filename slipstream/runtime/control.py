@@ -14,7 +14,9 @@ CONTROL_FILE = "control.json"
 
 
 def ask_for_workers(run_dir: Path, num_workers: int) -> str | None:
-    """What the run's mode cannot do with so many, in a sentence. ValueError if nobody would do it."""
+    """Asks the run for this many workers; returns a sentence on what its mode cannot do with them, or None.
+
+    ValueError if no run would read it."""
     if not (run_dir / "config.yaml").is_file():
         raise ValueError(f"{run_dir} is not the folder of a run")
     config = load_config(run_dir / "config.yaml")

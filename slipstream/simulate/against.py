@@ -97,8 +97,8 @@ def read_config(run: Path) -> Config:
 
 
 def read_recorded(run: Path, newest: tuple[int, int] | None = None) -> Recorded:
-    """ValueError if it is no run's folder, or has too few steps. `newest`: of at most so many steps and, as long as
-    enough steps are left to say something, so many rollouts."""
+    """ValueError if it is no run's folder, or has too few steps. `newest`: the most steps and, as long as enough
+    steps are left to say something, the most rollouts to read."""
     config = read_config(run)
     with RunStore(run, read_only=True) as store:
         first_step = 0 if newest is None else _first_of(store, *newest)

@@ -200,7 +200,7 @@ def _fastest_of_two_kinds(sampling: Offer, training: Offer, need: Need) -> Plan 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Box:
-    """Plans with so many workers and so many GPUs that train: indices into the numbers that are tried."""
+    """Ranges of the numbers of workers and of training GPUs, as indices into the numbers that are tried."""
 
     at_least: float
     """What each of them costs."""

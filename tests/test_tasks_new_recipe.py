@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import yaml
+from data_files import write_rows
 
 from slipstream.cli import main
 from slipstream.config import load_config
@@ -42,16 +40,6 @@ def rows_of(kind: str, count: int = 30) -> list[dict[str, Any]]:
         "objects": lambda n: {"prompt": f"Which {n}?", "answer": {"tool": "search", "n": n}},
     }  # fmt: skip
     return [make[kind](n) for n in range(1, count + 1)]
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
@@ -86,7 +74,7 @@ CASES = [
 def test_columns_are_found_and_the_reward_judges_by_them(
     kind: str, prompt: str, answer: str, reward: str, right: str, wrong: str, suffix: str, here: Path
 ) -> None:
-    data = write(here / f"data{suffix}", rows_of(kind))
+    data = write_rows(here / f"data{suffix}", rows_of(kind))
     look = look_at(data)
     assert (look.prompt_column, look.answer_column, look.reward) == (prompt, answer, reward)
     written = write_recipe(Path(data.name), model="tiny")
@@ -105,7 +93,7 @@ def test_columns_are_found_and_the_reward_judges_by_them(
 def test_where_no_reward_fits_an_example_is_written_that_runs(
     kind: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(here / "data.jsonl", rows_of(kind))
+    write_rows(here / "data.jsonl", rows_of(kind))
     assert call("init", "data.jsonl", "--model", "tiny") == 0
     assert "data_reward.py holds an example: write what an answer is worth to you" in capsys.readouterr().out
     (spec,) = load_config("data.yaml").reward.functions
@@ -118,7 +106,7 @@ def test_where_no_reward_fits_an_example_is_written_that_runs(
 
 @pytest.mark.parametrize("kind", ["verl", "no answers"])
 def test_what_is_written_passes_a_dry_run_and_trains(kind: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(here / "mine.json", rows_of(kind))
+    write_rows(here / "mine.json", rows_of(kind))
     assert call("init", "mine.json", "--model", "tiny", "--out", "first.yaml") == 0
     commands = re.findall(r"slipstream (train .*)", capsys.readouterr().out)
     assert commands == ["train first.yaml --dry-run", "train first.yaml"]
@@ -128,7 +116,7 @@ def test_what_is_written_passes_a_dry_run_and_trains(kind: str, here: Path, caps
 
 
 def test_the_commented_example_can_be_used_as_it_stands(here: Path) -> None:
-    write(here / "data.jsonl", rows_of("numbers"))
+    write_rows(here / "data.jsonl", rows_of("numbers"))
     text = write_recipe(Path("data.jsonl"), model="tiny").path.read_text()
     (entry,) = re.findall(r"^    # (- .*rewards\.py.*)$", text, re.MULTILINE)
     (body,) = re.findall(r"^    #   (def .*)$", text, re.MULTILINE)
@@ -144,8 +132,8 @@ def test_the_commented_example_can_be_used_as_it_stands(here: Path) -> None:
 
 def test_a_prompt_that_says_the_format_gets_no_template(here: Path) -> None:
     rows = [{"prompt": f"{n}? End with \\boxed{{}}", "answer": n} for n in range(20)]
-    write(here / "says.jsonl", rows)
-    write(here / "silent.jsonl", rows_of("numbers"))
+    write_rows(here / "says.jsonl", rows)
+    write_rows(here / "silent.jsonl", rows_of("numbers"))
     templates = {}
     for name in ("says", "silent"):
         write_recipe(Path(f"{name}.jsonl"))
@@ -154,7 +142,7 @@ def test_a_prompt_that_says_the_format_gets_no_template(here: Path) -> None:
 
 
 def test_nothing_is_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(here / "data.jsonl", rows_of("no answers"))
+    write_rows(here / "data.jsonl", rows_of("no answers"))
     (here / "data.yaml").write_text("mine")
     assert call("init", "data.jsonl") == 2
     assert "data.yaml is already there" in capsys.readouterr().err
@@ -182,7 +170,7 @@ def test_nothing_is_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) 
 def test_what_cannot_be_used_is_refused_and_nothing_written(
     rows: list[dict[str, Any]], words: list[str], says: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(here / "data.jsonl", rows)
+    write_rows(here / "data.jsonl", rows)
     assert call("init", "data.jsonl", *words) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
@@ -192,7 +180,7 @@ def test_what_cannot_be_used_is_refused_and_nothing_written(
 
 @pytest.mark.parametrize(("count", "same"), [(1, False), (5, False), (40, True)])
 def test_a_file_that_cannot_spare_rows_has_no_evaluation_set(count: int, same: bool, here: Path) -> None:
-    write(here / "data.jsonl", [{"prompt": "one?" if same else f"{n}?", "answer": n} for n in range(count)])
+    write_rows(here / "data.jsonl", [{"prompt": "one?" if same else f"{n}?", "answer": n} for n in range(count)])
     write_recipe(Path("data.jsonl"))
     config = load_config("data.yaml")
     assert config.tasks.eval == {} and "evaluate on a file of its own" in (here / "data.yaml").read_text()
@@ -220,7 +208,7 @@ def test_lengths_are_estimated_on_the_high_side(text: str, num_tokens: int) -> N
 
 def test_names_may_have_anything_in_them(here: Path) -> None:
     name, column = 'a "b" #é😀.jsonl', "what\nis: asked? # {\x07"
-    write(here / name, [{column: f"{n}?", "answer": n} for n in range(20)])
+    write_rows(here / name, [{column: f"{n}?", "answer": n} for n in range(20)])
     write_recipe(Path(name), Path("out.yaml"), prompt=column)
     task = load_config("out.yaml").tasks.train[0]
     assert (task.source, task.prompt_column) == (name, column) and len(load_problems(task, "train/0")) == 20
@@ -233,7 +221,7 @@ def test_a_file_of_another_kind_is_refused(here: Path, capsys: pytest.CaptureFix
 
 
 def test_the_longest_prompt_fits(here: Path) -> None:
-    write(here / "data.jsonl", [{"prompt": "short?", "answer": 1}] * 9 + [{"prompt": "7 " * 900, "answer": 2}])
+    write_rows(here / "data.jsonl", [{"prompt": "short?", "answer": 1}] * 9 + [{"prompt": "7 " * 900, "answer": 2}])
     write_recipe(Path("data.jsonl"), model="tiny")
     longest = 1800 + len("\nPut the final answer in \\boxed{}.") + TEMPLATE_TOKENS
     assert longest <= yaml.safe_load((here / "data.yaml").read_text())["engine"]["max_prompt_tokens"] < longest + 128

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_files import write_rows
 
 from slipstream.config import TaskSet
 from slipstream.tasks.sources import load_problems
@@ -14,19 +15,6 @@ from slipstream.types import Problem
 
 def load(source: str | Path, **settings: Any) -> list[Problem]:
     return load_problems(TaskSet(source=str(source), **settings), "train/0")
-
-
-def write_rows(path: Path, rows: list[Any]) -> Path:
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def test_procedural_problems() -> None:

@@ -109,7 +109,7 @@ def memory_of(config: Config, machine: Machine) -> list[tuple[str, int, int]]:
 
 
 def check_sequences(num_sequences: int, length: int, where: str) -> None:
-    """ValueError if an engine for so many sequences of that length does not fit. `where`: the options that say so."""
+    """ValueError if an engine for these sequences does not fit. `where`: the options that gave the numbers."""
     machine = this_machine()
     num_bytes = num_sequences * length * (SLOT_BYTES_A_TOKEN + (0 if machine.has_gpu else KV_BYTES_A_TOKEN))
     if max(num_sequences, length) > MAX_INT or num_bytes > machine.memory_bytes:

@@ -119,7 +119,7 @@ class GraderPool:
                     answer = self._answer(number, call)
                 except Closed:
                     return
-                except BaseException as error:  # our fault: whoever waits for the call is told
+                except BaseException as error:  # our bug: raised again where the call's result is read
                     call.future.set_exception(error)
                     continue
                 call.future.set_result(answer)
@@ -218,7 +218,7 @@ class _Grader:
         )
         control.close()
         work.close()
-        with contextlib.suppress(OSError):  # it has ended: said by whoever waits until it is ready
+        with contextlib.suppress(OSError):  # it has ended: wait_until_ready raises Died
             guardian.send_frame(self._work, start_frame)
 
     def wait_until_ready(self) -> None:
